@@ -1,6 +1,6 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
-# ones, which wait more).
+# ones, which wait more). TESTS=... names the folders or files whose quick tests run (default: all).
 .DEFAULT_GOAL := help
 .PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
@@ -34,7 +34,7 @@ pictures: venv ## make the pictures of the README and the documentation again (n
 	@.venv/bin/python scripts/pictures.py
 
 test: venv ## run the quick tests: each takes less than half a second
-	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist loadgroup -m "not slow and not interop"
+	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist loadgroup -m "not slow and not interop" $(TESTS)
 
 test-slow: venv ## run the slow tests: whole runs, attacks, kills at random, containers, without root, real tasks
 	-@scripts/synapse_env # without it, the tests on Matrix skip
@@ -139,6 +139,6 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c requirements/development.txt \
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/ray.txt
 	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click jsonschema-rs greenlet jinja2 msgspec pydantic pyyaml rich \
-	    tokenizers editables hatchling hypothesis pytest pytest-timeout pytest-xdist | uv pip compile - --universal \
+	    tokenizers editables hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
 	    --no-emit-find-links -o requirements/graders.txt

@@ -3,13 +3,18 @@
 `slots` imports nothing of ours, `tokens` the core of slots, and the runtime both. Extensions import these three, and
 the other extensions that `EXTENSIONS` names. Imports inside functions, imports for types, names of `palaestra` itself,
 and modules that strings name, such as `"palaestra_cloud.cluster.worker"`, count.
+
+With --tests, print the folders of tests in the order in which `.ci/run` runs them. The first line has those of packages
+that differ from the first parent of the last commit, and of the packages that use them; the second line has the others.
 """
 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -111,8 +116,27 @@ def against_the_order(root: Path) -> set[tuple[str, str]]:
     return found
 
 
+def tests_in_order(changed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the folders of tests of packages with a changed file and of those that use them, and the other folders."""
+
+    def owner(path: str) -> str:
+        top, _, rest = path.partition("/")
+        return rest.partition("/")[0].replace("palaestra", "runtime") if top in ("packages", "extensions") else top
+
+    first, size = {owner(path) for path in changed}, 0
+    while size < (size := len(first)):
+        first |= {name for name, used in ALLOWED.items() if {each.partition("/")[0] for each in used} & first}
+    paths = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]["testpaths"]
+    return [path for path in paths if owner(path) in first], [path for path in paths if owner(path) not in first]
+
+
 def main() -> int:
     """Print a line for each import that breaks the order."""
+    if "--tests" in sys.argv:  # a checkout without the previous commit has no output here: then the order is as ever
+        names = subprocess.run(["git", "diff", "--name-only", "HEAD^"], cwd=ROOT, capture_output=True, text=True)
+        for paths in tests_in_order(names.stdout.splitlines()):
+            print(*paths)
+        return 0
     found = sorted(against_the_order(ROOT))
     for module, target in found:
         print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gzip
 import io
@@ -419,7 +418,7 @@ def test_a_task_that_cannot_be_read_leaves_the_others(tmp_path: Path, attack: st
 
 
 @pytest.mark.parametrize("image", [None, "--help", "-a", "--volume=/:/host", "docker-archive:/root/x.tar", "dir:/etc"])
-def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, image: str | None) -> None:
+async def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, image: str | None) -> None:
     """The Dockerfile is a link (None), or the image's name is a flag or a path of this machine."""
     secret, tool, log = tmp_path / "secret", tmp_path / "tool", tmp_path / "log"
     secret.write_text("secret")
@@ -430,7 +429,7 @@ def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, ima
     dockerfile.symlink_to(secret)
     recipe = ImageRecipe(dockerfile.parent, dockerfile if image is None else None, image)
     with pytest.raises(TaskError, match="is a link" if image is None else "is not the name of an image"):
-        asyncio.run(ImageBuilder(tmp_path / "roots", tool=str(tool)).root(recipe))
+        await ImageBuilder(tmp_path / "roots", tool=str(tool)).root(recipe)
     assert not log.exists()
 
 
@@ -449,14 +448,14 @@ def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, ima
         'FROM python\nRUN --mount=type=cache --mount=type=bind,"FROM=dir:/etc",target=/y cat /y/shadow',
     ],
 )
-def test_a_dockerfile_names_no_files_of_this_machine_as_an_image(tmp_path: Path, dockerfile: str) -> None:
+async def test_a_dockerfile_names_no_files_of_this_machine_as_an_image(tmp_path: Path, dockerfile: str) -> None:
     tool, log, place = tmp_path / "tool", tmp_path / "log", tmp_path / "environment/Dockerfile"
     tool.write_text(f'#!/bin/sh\n[ "$1" = build ] && echo "$@" >> {log}\nexit 0\n')
     tool.chmod(0o755)
     place.parent.mkdir()
     place.write_text(f"{dockerfile}\n")
     with pytest.raises(TaskError, match=r"Dockerfile, line \d: '.*' is not the name of an image"):
-        asyncio.run(ImageBuilder(tmp_path / "roots", tool=str(tool)).root(ImageRecipe(place.parent, place)))
+        await ImageBuilder(tmp_path / "roots", tool=str(tool)).root(ImageRecipe(place.parent, place))
     assert not log.exists()
 
 
@@ -485,7 +484,7 @@ def _git(*argv: str | Path) -> str:
 
 
 @pytest.mark.parametrize("attack", ["above", "link", "git file", "alternates", "references"])
-def test_a_row_names_no_repository_of_this_machine(tmp_path: Path, attack: str) -> None:
+async def test_a_row_names_no_repository_of_this_machine(tmp_path: Path, attack: str) -> None:
     """Whose files would be in the workspace of its task."""
     private, data = tmp_path / "private", tmp_path / "data"
     _git("init", "-q", "-b", "main", private)
@@ -517,6 +516,6 @@ def test_a_row_names_no_repository_of_this_machine(tmp_path: Path, attack: str) 
     (found,) = load_rows(data / "rows.jsonl")
     if isinstance(found, SweRow):
         with pytest.raises(TaskError, match="outside of it"):
-            asyncio.run(RepositoryCache(tmp_path / "cache").read_file(found, "secret"))
+            await RepositoryCache(tmp_path / "cache").read_file(found, "secret")
     else:
         assert "not in the folder of the data set" in str(found)

@@ -88,10 +88,10 @@ def tool_texts(result: AgentResult) -> list[JSON]:
     return [json.loads(message["content"]) for message in result.messages if message["role"] == "tool"]
 
 
-def test_a_rollout_with_one_call_and_an_answer() -> None:
+async def test_a_rollout_with_one_call_and_an_answer() -> None:
     loop, server = make(calls(("add", '{"a": 1, "b": 2}')), reply("3"), extra_body={"top_k": 4}, max_tokens=77)
     messages: list[Message] = [{"role": "user", "content": "go"}]
-    result = asyncio.run(loop.run(messages))
+    result = await loop.run(messages)
     assert result.messages is messages
     assert result is loop.result
     assert (result.outcome, result.finished_naturally, result.turns_used) == (Outcome.NATURAL, True, 2)
@@ -195,31 +195,27 @@ def test_which_replies_count_as_tool_errors(text: str, counts: int) -> None:
     assert len(run(make(calls(("add", '{"a": 1}')), reply("ok"), handler=handler)[0]).tool_errors) == counts
 
 
-def test_parallel_safe_calls_run_together_and_keep_their_order() -> None:
+async def test_parallel_safe_calls_run_together_and_keep_their_order() -> None:
     log: list[str] = []
+    both = asyncio.Barrier(2)
 
-    async def go() -> AgentResult:
-        both = asyncio.Barrier(2)
+    async def handler(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
+        log.append(name)
+        if name == "look":  # passes only when two are inside at once
+            await both.wait()
+        return json.dumps({"from": name, "n": arguments.get("n", 0)})
 
-        async def handler(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
-            log.append(name)
-            if name == "look":  # passes only when two are inside at once
-                await both.wait()
-            return json.dumps({"from": name, "n": arguments.get("n", 0)})
-
-        wanted = calls(("look", '{"n": 1}'), ("rm", "{}"), ("look", '{"n": 2}'), ("add", '{"a": 1}'))
-        server = ListServer(wanted, reply("ok"))
-        anything = {"name": "look", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
-        loop = HermesAgentLoop(
-            server,
-            [ADD, {"type": "function", "function": anything}],
-            {"add", "look"},
-            tool_handler=handler,
-            parallel_safe={"look"},
-        )
-        return await loop.run([{"role": "user", "content": "go"}])
-
-    result = asyncio.run(go())
+    wanted = calls(("look", '{"n": 1}'), ("rm", "{}"), ("look", '{"n": 2}'), ("add", '{"a": 1}'))
+    server = ListServer(wanted, reply("ok"))
+    anything = {"name": "look", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+    loop = HermesAgentLoop(
+        server,
+        [ADD, {"type": "function", "function": anything}],
+        {"add", "look"},
+        tool_handler=handler,
+        parallel_safe={"look"},
+    )
+    result = await loop.run([{"role": "user", "content": "go"}])
     assert log == ["look", "look", "add"]
     assert [text.get("n") for text in tool_texts(result)] == [1, None, 2, 0]
     assert [m["tool_call_id"] for m in result.messages if m["role"] == "tool"] == ["id0", "id1", "id2", "id3"]
@@ -357,31 +353,27 @@ def test_a_schema_that_is_none_is_refused_at_once() -> None:
         HermesAgentLoop(ListServer(), [broken], {"add"}, tool_handler=adding)
 
 
-def test_cancellation_leaves_a_complete_result() -> None:
+async def test_cancellation_leaves_a_complete_result() -> None:
     cancelled: list[str] = []
+    started = asyncio.Event()
 
-    async def go() -> AgentResult:
-        started = asyncio.Event()
+    async def handler(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
+        if arguments["a"] == 1:
+            return '{"sum": 1}'
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append("command killed")
+        return ""
 
-        async def handler(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
-            if arguments["a"] == 1:
-                return '{"sum": 1}'
-            started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.append("command killed")
-            return ""
-
-        loop, _ = make(calls(("add", '{"a": 1}'), ("add", '{"a": 2}'), ("add", '{"a": 3}')), handler=handler)
-        task = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))
-        await started.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return loop.result
-
-    result = asyncio.run(go())
+    loop, _ = make(calls(("add", '{"a": 1}'), ("add", '{"a": 2}'), ("add", '{"a": 3}')), handler=handler)
+    task = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    result = loop.result
     assert cancelled == ["command killed"]
     assert (result.outcome, result.error, result.finished_naturally) == (Outcome.CANCELLED, "cancelled", False)
     assert [m["tool_call_id"] for m in result.messages if m["role"] == "tool"] == ["id0", "id1", "id2"]
@@ -501,13 +493,13 @@ def test_memory_is_not_available_in_rollouts() -> None:
     assert tool_texts(result) == [{"error": "Memory is not available in RL environments."}]
 
 
-def test_what_a_handler_answers_can_always_be_sent_on() -> None:
+async def test_what_a_handler_answers_can_always_be_sent_on() -> None:
     async def handler(name: str, arguments: JSON, task_id: str | None) -> str:
         return json.dumps({"files": ["caf\udce9"]}, ensure_ascii=False)
 
     server = ListServer(calls(("add", '{"a": 1}'), ("z" * 10_000, "{}")), reply("done"))
     loop = HermesAgentLoop(server, [ADD], {"add"}, tool_handler=handler)
-    result = asyncio.run(loop.run([{"role": "user", "content": "hi"}]))
+    result = await loop.run([{"role": "user", "content": "hi"}])
     answers = [message["content"] for message in result.messages if message["role"] == "tool"]
     assert answers[0].encode() == b'{"files": ["caf?"]}'
     assert len(answers[1]) < 1000

@@ -87,7 +87,7 @@ def test_a_refused_key_is_an_api_error_that_says_what_to_do() -> None:
     assert "--openai.api_key" in result.error
 
 
-def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_up() -> None:
+async def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_up() -> None:
     async def go() -> AgentResult:
         overloaded = FakeAnswer({}, 429, {"Retry-After": "0.6"})
         async with LoopbackServer(overloaded, overloaded, FakeAnswer(completion("done"))) as server:
@@ -99,24 +99,21 @@ def test_a_server_that_is_overloaded_for_longer_than_the_budget_does_not_use_it_
             finally:
                 await engine.aclose()
 
-    result = asyncio.run(go())
+    result = await go()
     assert (result.outcome, result.final_response) == (Outcome.NATURAL, "done")
 
 
-def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:
-    async def go() -> tuple[AgentResult, int]:
-        async with LoopbackServer(FakeAnswer(hang=True)) as server:
-            engine = OpenAIEngine(APIServerConfig(base_url=server.url))
-            loop = HermesAgentLoop(engine, [], set())
-            rollout = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))
-            await server.under_way(1)
-            rollout.cancel()
-            await asyncio.wait([rollout])
-            in_flight = engine.transport.in_flight
-            await engine.aclose()
-            return loop.result, in_flight
-
-    result, in_flight = asyncio.run(go())
+async def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:
+    async with LoopbackServer(FakeAnswer(hang=True)) as server:
+        engine = OpenAIEngine(APIServerConfig(base_url=server.url))
+        loop = HermesAgentLoop(engine, [], set())
+        rollout = asyncio.create_task(loop.run([{"role": "user", "content": "go"}]))
+        await server.under_way(1)
+        rollout.cancel()
+        await asyncio.wait([rollout])
+        in_flight = engine.transport.in_flight
+        await engine.aclose()
+        result = loop.result
     assert result.outcome is Outcome.CANCELLED
     assert result.messages == [{"role": "user", "content": "go"}]
     assert in_flight == 0

@@ -60,31 +60,28 @@ def test_a_kill_loses_nothing_that_was_answered(tmp_path: Path) -> None:
         asyncio.run(after(url))
 
 
-def test_a_feed_whose_server_is_killed_again_and_again_sends_each_group_once(tmp_path: Path) -> None:
+async def test_a_feed_whose_server_is_killed_again_and_again_sends_each_group_once(tmp_path: Path) -> None:
     """Twenty groups; after each five the server dies while they are under way, and comes back."""
     store, deliveries = str(tmp_path / "groups"), Deliveries(tmp_path / "deliveries.jsonl")
     settings = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, heartbeat_s=0.01)
-
-    async def scenario() -> list[int]:
-        with ExitStack() as running:
-            process, url = running.enter_context(server("--store", store))
-            port = url.rpartition(":")[2]
-            async with Talk(url) as api:
-                await api.both(batch_size=40)
-            async with feeding(settings, url, deliveries) as feed:
-                for start in range(0, 20, 5):
-                    for number in range(start, start + 5):
-                        feed.offer(f"run/{number}", group(first=number))
-                    await asyncio.sleep(0)  # the first of them are on their way
-                    process.kill()
-                    process, _ = running.enter_context(server("--store", store, port=port))
-                await feed.drained()
-            async with Talk(url) as api:
-                batch = (await api.get("/batch"))["batch"]
-                assert (await api.get("/status"))["queue_size"] == 0
-                return sorted(each["tokens"][0][0] for each in batch)
-
-    assert asyncio.run(scenario()) == list(range(20))
+    with ExitStack() as running:
+        process, url = running.enter_context(server("--store", store))
+        port = url.rpartition(":")[2]
+        async with Talk(url) as api:
+            await api.both(batch_size=40)
+        async with feeding(settings, url, deliveries) as feed:
+            for start in range(0, 20, 5):
+                for number in range(start, start + 5):
+                    feed.offer(f"run/{number}", group(first=number))
+                await asyncio.sleep(0)  # the first of them are on their way
+                process.kill()
+                process, _ = running.enter_context(server("--store", store, port=port))
+            await feed.drained()
+        async with Talk(url) as api:
+            batch = (await api.get("/batch"))["batch"]
+            assert (await api.get("/status"))["queue_size"] == 0
+            result = sorted(each["tokens"][0][0] for each in batch)
+    assert result == list(range(20))
     assert len(deliveries) == 20
     deliveries.close()
 

@@ -6,7 +6,6 @@ The program that trains with TRL is that of `docs/trl.md` (`test_trl.py`).
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import inspect
 import io
@@ -87,7 +86,7 @@ def test_it_is_ten_lines_of_public_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, printed = PROGRAMS[name]
     (tmp_path / "my_env.py").write_text(COUNT_LINES)
     monkeypatch.chdir(tmp_path)
@@ -97,15 +96,12 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         awaited = eval(code, {})
         assert inspect.iscoroutine(awaited)
-        asyncio.run(awaited)
+        await awaited
     assert out.getvalue() == printed
 
 
-def test_they_run_in_a_notebook(tmp_path: Path) -> None:
+async def test_they_run_in_a_notebook(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(COUNT_LINES)
-
-    async def scenario() -> list[str]:
-        async with notebook(tmp_path) as execute:
-            return [await execute(program) for program, _ in PROGRAMS.values()]
-
-    assert asyncio.run(scenario()) == [printed for _, printed in PROGRAMS.values()]
+    async with notebook(tmp_path) as execute:
+        result = [await execute(program) for program, _ in PROGRAMS.values()]
+    assert result == [printed for _, printed in PROGRAMS.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,8 @@ SERVER = "http://localhost:8000/v1"
 
 @pytest.mark.slots
 @pytest.mark.timeout(300)
-def test_the_program_runs_in_a_notebook(tmp_path: Path) -> None:
-    asyncio.run(run_notebook(tmp_path))
+async def test_the_program_runs_in_a_notebook(tmp_path: Path) -> None:
+    await run_notebook(tmp_path)
 
 
 async def run_notebook(folder: Path) -> None:

@@ -170,17 +170,13 @@ READ: set[str] = set()
 
 
 @pytest.mark.slots
-def test_conversations_read_all_other_settings(tmp_path: Path) -> None:
+async def test_conversations_read_all_other_settings(tmp_path: Path) -> None:
     config = Watched(max_token_length=9, prompt_price=1, completion_price=1)
     READ.clear()
     servers = [APIServerConfig(server_type="scripted", model_name="noop")]
-
-    async def opened() -> None:
-        with ConversationStore(tmp_path / "store.db") as store:
-            async with chat_service(ChatOptions(config, servers), store) as service:
-                service.registry(["terminal"])
-
-    asyncio.run(opened())
+    with ConversationStore(tmp_path / "store.db") as store:
+        async with chat_service(ChatOptions(config, servers), store) as service:
+            service.registry(["terminal"])
     # `read_options` passes these two on to the servers, and only remote backends read the others
     elsewhere = {"tokenizer_name", "tool_call_parser", "tool_pool_size"} | OF_TOOLS | OF_BACKENDS
     assert OF_CONVERSATIONS - READ - elsewhere == set()
@@ -674,7 +670,9 @@ def test_settings_do_the_same_in_every_door_and_backend(
 
 @pytest.mark.slots
 @pytest.mark.parametrize("backend", ["docker", "ssh"])
-def test_a_gateways_sandboxes_are_where_it_says(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateways_sandboxes_are_where_it_says(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def answer(settings: dict[str, JSON]) -> str:
         platforms = {"openai": {"token": "k", "extra": {"port": (port := free_port())}}}
         async with EchoModel().serving() as model, aiohttp.ClientSession() as client:
@@ -691,7 +689,7 @@ def test_a_gateways_sandboxes_are_where_it_says(backend: str, tmp_path: Path, mo
         words = [word.removeprefix("--env.") for word in flags]
         named = zip(words[::2], words[1::2], strict=True)
         settings = {name: [value] if name.endswith("_hosts") else value for name, value in named}
-        assert "42 in /" in asyncio.run(answer(settings))
+        assert "42 in /" in await answer(settings)
 
 
 @pytest.mark.parametrize(
@@ -713,19 +711,17 @@ def test_a_gateways_sandboxes_are_where_it_says(backend: str, tmp_path: Path, mo
         ({"isolation": "none", "network": "off"}, "network off has no effect"),
     ],
 )
-def test_a_gateway_refuses_settings_of_other_backends(config: dict[str, JSON], problem: str, tmp_path: Path) -> None:
+async def test_a_gateway_refuses_settings_of_other_backends(
+    config: dict[str, JSON], problem: str, tmp_path: Path
+) -> None:
     base = {
         "server": {"base_url": "http://127.0.0.1:9/v1"},
         # A token of its own, because a gateway refuses that of another one, which a test beside this may have started.
         "platforms": {"openai": {"token": str(tmp_path), "extra": {"port": 0}}},
     }
-
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=problem):
-            async with assembled(GatewayConfig.from_dict(base | config), tmp_path):
-                pass
-
-    asyncio.run(main())
+    with pytest.raises(ConfigError, match=problem):
+        async with assembled(GatewayConfig.from_dict(base | config), tmp_path):
+            pass
 
 
 @pytest.mark.slots

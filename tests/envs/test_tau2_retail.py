@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gzip
 import importlib
@@ -159,10 +158,10 @@ def test_the_reference_is_right_and_doing_nothing_gets_the_floor(example: Any, t
         ("move", [("find_user_id_by_email", {"email": "ada@EXAMPLE.org"}), *TASKS["move"][0], "Done."], 1.0),
     ],
 )
-def test_a_conversation_with_a_customer(
+async def test_a_conversation_with_a_customer(
     example: Any, tmp_path: Path, data: Path, task: str, talk: Talk, reward: float
 ) -> None:
-    run = asyncio.run(played(example.tau2_retail, [talk], tmp_path, data=str(data), task=task))
+    run = await played(example.tau2_retail, [talk], tmp_path, data=str(data), task=task)
     assert rewards(run) == {task: reward}
     (rollout,) = run.trajectories
     assert [each["role"] for each in rollout.messages[:2]] == ["system", "user"]
@@ -170,16 +169,13 @@ def test_a_conversation_with_a_customer(
     assert texts == ["Hello.", *["Yes."] * (sum(isinstance(each, str) for each in talk) - 1)]
 
 
-def test_the_customer_gets_the_scenario_and_the_rules(example: Any, tmp_path: Path, data: Path) -> None:
-    async def scenario() -> None:
-        async with LoopbackServer(FakeAnswer(completion(STOP))) as server:
-            given: dict[str, Any] = {"data": str(data), "user_model": "u", "user_url": server.url, "split": "small"}
-            await palaestra.run(example.tau2_retail(**given), policy="oracle", folder=tmp_path)
-            (asked,) = [each.body for each in server.seen if each.method == "POST"]
-            assert asked["messages"][0]["content"].startswith("Play a customer.\n")
-            assert "Please ask." in asked["messages"][0]["content"]
-
-    asyncio.run(scenario())
+async def test_the_customer_gets_the_scenario_and_the_rules(example: Any, tmp_path: Path, data: Path) -> None:
+    async with LoopbackServer(FakeAnswer(completion(STOP))) as server:
+        given: dict[str, Any] = {"data": str(data), "user_model": "u", "user_url": server.url, "split": "small"}
+        await palaestra.run(example.tau2_retail(**given), policy="oracle", folder=tmp_path)
+        (asked,) = [each.body for each in server.seen if each.method == "POST"]
+        assert asked["messages"][0]["content"].startswith("Play a customer.\n")
+        assert "Please ask." in asked["messages"][0]["content"]
 
 
 def test_calculations(example: Any) -> None:
@@ -306,7 +302,7 @@ def only_rows_of(tasks: Sequence[dict[str, Any]], original: Path, folder: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_get_the_scores_of_the_original(
+async def test_conversations_get_the_scores_of_the_original(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     pytest.importorskip("inspect_evals.tau2")
@@ -319,7 +315,7 @@ def test_conversations_get_the_scores_of_the_original(
     talks = {row["id"]: talk_of(row, kind, rng) for row in tasks}
     wanted = scores_of_original(data, talks, tmp_path)
     ordered = [talks[row["id"]] for row in rows_of(data) if row["id"] in talks]
-    run = asyncio.run(played(example.tau2_retail, ordered, tmp_path, data=str(data), task=",".join(talks)))
+    run = await played(example.tau2_retail, ordered, tmp_path, data=str(data), task=",".join(talks))
     assert rewards(run) == wanted
     print(f"{kind}: {len(wanted)} conversations, {sum(wanted.values()):g} right")
     if kind in ("right", "in small steps", "one change less", "nothing"):

@@ -230,22 +230,17 @@ def test_what_the_environment_says_reaches_servers_that_do_not_say_it_themselves
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_text_is_continued_without_a_chat(folder: Path, kind: str) -> None:
-    async def scenario() -> None:
-        tokenizer = load_tokenizer(str(folder))
-        engine = ToyEngine(tokenizer, itertools.cycle(["four", "more words than that"]), rate=0.2)
-        async with TokenLoopback(engine, tokenizer) as server:
-            config = APIServerConfig(
-                server_type=kind, base_url=server.url, model_name="toy", tokenizer_name=str(folder)
-            )
-            group = ServerGroup([config])
-            try:
-                done = await group.completion(prompt="2 + 2 =", n=2, max_tokens=50, temperature=0.5)
-            finally:
-                await group.aclose()
-        assert sorted(choice.text for choice in done.choices) == ["four", "more words than that"]
-        assert {choice["finish_reason"] for choice in done.choices} == {"stop"}
-        asked = [request.get("prompt") or request["input_ids"] for request in server.seen]
-        assert [tokenizer.decode(ids) for ids in asked] == ["2 + 2 ="] * 2
-
-    asyncio.run(scenario())
+async def test_a_text_is_continued_without_a_chat(folder: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    engine = ToyEngine(tokenizer, itertools.cycle(["four", "more words than that"]), rate=0.2)
+    async with TokenLoopback(engine, tokenizer) as server:
+        config = APIServerConfig(server_type=kind, base_url=server.url, model_name="toy", tokenizer_name=str(folder))
+        group = ServerGroup([config])
+        try:
+            done = await group.completion(prompt="2 + 2 =", n=2, max_tokens=50, temperature=0.5)
+        finally:
+            await group.aclose()
+    assert sorted(choice.text for choice in done.choices) == ["four", "more words than that"]
+    assert {choice["finish_reason"] for choice in done.choices} == {"stop"}
+    asked = [request.get("prompt") or request["input_ids"] for request in server.seen]
+    assert [tokenizer.decode(ids) for ids in asked] == ["2 + 2 ="] * 2

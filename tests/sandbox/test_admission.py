@@ -92,42 +92,35 @@ def test_slots_and_its_older_name(words: list[str], slots: int | None) -> None:
 
 
 @pytest.mark.slots
-def test_a_pool_short_of_memory_leases_again_when_a_slot_ends_or_memory_returns() -> None:
+async def test_a_pool_short_of_memory_leases_again_when_a_slot_ends_or_memory_returns() -> None:
     memory = [MUCH]
-
-    async def main() -> None:
-        async with SlotPool(SlotPoolConfig(max_slots=200), LocalBackend(), memory=lambda: memory[0]) as pool:
-            memory[0] = 0
-            held = [await pool.acquire(f"t-{number}") for number in range(unchecked_slots())]
-            with pytest.raises(AcquireTimeout, match="memory is short"):
-                await pool.acquire("late", timeout_s=0.05)
-            waiting = asyncio.ensure_future(pool.acquire("waits"))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            await pool.release(held.pop())
-            held.append(await waiting)
-            waiting = asyncio.ensure_future(pool.acquire("waits too"))
-            await asyncio.sleep(0)
-            memory[0] = MUCH
-            held.append(await waiting)  # nothing was released
-            for slot in held:
-                await pool.release(slot)
-            assert (pool.available_slots, pool.acquired_slots) == (200, 0)
-
-    asyncio.run(main())
+    async with SlotPool(SlotPoolConfig(max_slots=200), LocalBackend(), memory=lambda: memory[0]) as pool:
+        memory[0] = 0
+        held = [await pool.acquire(f"t-{number}") for number in range(unchecked_slots())]
+        with pytest.raises(AcquireTimeout, match="memory is short"):
+            await pool.acquire("late", timeout_s=0.05)
+        waiting = asyncio.ensure_future(pool.acquire("waits"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await pool.release(held.pop())
+        held.append(await waiting)
+        waiting = asyncio.ensure_future(pool.acquire("waits too"))
+        await asyncio.sleep(0)
+        memory[0] = MUCH
+        held.append(await waiting)  # nothing was released
+        for slot in held:
+            await pool.release(slot)
+        assert (pool.available_slots, pool.acquired_slots) == (200, 0)
 
 
 @pytest.mark.slots
-def test_a_pool_opens_as_many_files_as_it_may() -> None:
+async def test_a_pool_opens_as_many_files_as_it_may() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def main() -> None:
-        async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
-            assert pool.total_slots == pool.limit.slots > 4 * unchecked_slots()
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        asyncio.run(main())
+        async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
+            assert pool.total_slots == pool.limit.slots > 4 * unchecked_slots()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

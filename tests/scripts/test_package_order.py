@@ -82,3 +82,30 @@ def test_the_order(tmp_path: Path, module: str, source: str, *, forbidden: bool)
 def test_a_module_without_a_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"novelties\.new belongs to no package"):
         offenders(tmp_path, **{"novelties.new": ""})
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [
+        ([], []),
+        (["README.md"], []),
+        (["tests/test_package.py"], ["tests"]),
+        (["extensions/gateway/src/x.py"], ["extensions/gateway/tests"]),
+        (
+            ["extensions/toolsets/README.md"],
+            [f"extensions/{name}/tests" for name in ("toolsets", "suites", "gateway", "chat", "integrations")],
+        ),
+    ],
+)
+def test_tests_of_what_changed_and_of_what_uses_it_come_first(changed: list[str], first: list[str]) -> None:
+    found, rest = package_order.tests_in_order(changed)
+    assert found == first
+    assert not {*found} & {*rest}
+    assert {*found, *rest} == {*package_order.tests_in_order([])[1]}
+
+
+@pytest.mark.parametrize("library", ["slots", "tokens", "palaestra"])
+def test_a_change_to_a_library_tests_every_extension_first(library: str) -> None:
+    _, rest = package_order.tests_in_order([f"packages/{library}/src/x.py"])
+    assert all(path == "tests" or path.startswith("packages/") for path in rest)
+    assert f"packages/{library}/tests" not in rest

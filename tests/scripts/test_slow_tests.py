@@ -22,7 +22,7 @@ def test_the_list_names_only_tests_that_exist() -> None:
         path, _, name = line.partition("::")
         text = texts.setdefault(path, (ROOT / path).read_text(encoding="utf-8"))
         function = name.partition("[")[0].rpartition("::")[2]
-        assert f"def {function}(" in text or "::Test" in line, f"{line}: run `make durations`"
+        assert f"def {function}(" in text or "::Test" in line, f"delete the line {line}, and mark the test `slow`"
 
 
 def test_files_with_a_slow_test_are_found_by_the_list_and_by_the_marker() -> None:

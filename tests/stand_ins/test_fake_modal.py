@@ -34,80 +34,68 @@ async def make(*words: str, timeout: int = 60, **options: object) -> modal.Sandb
     return await modal.Sandbox.create.aio(*words, app=app, image=image, timeout=timeout, **options)
 
 
-def test_commands_have_streams_variables_and_an_exit_status(fake: FakeModal) -> None:
-    async def main() -> None:
-        sandbox = await make(env={"A": "1"}, secrets=[modal.Secret.from_name("keys")])
-        process = await sandbox.exec.aio("sh", "-c", "echo $A $KEY; cat; echo err >&2; exit 3", text=False)
-        data = os.urandom(3 << 20)
-        for start in range(0, len(data), 1 << 20):
-            process.stdin.write(data[start : start + (1 << 20)])
-            await process.stdin.drain.aio()
-        process.stdin.write_eof()
+async def test_commands_have_streams_variables_and_an_exit_status(fake: FakeModal) -> None:
+    sandbox = await make(env={"A": "1"}, secrets=[modal.Secret.from_name("keys")])
+    process = await sandbox.exec.aio("sh", "-c", "echo $A $KEY; cat; echo err >&2; exit 3", text=False)
+    data = os.urandom(3 << 20)
+    for start in range(0, len(data), 1 << 20):
+        process.stdin.write(data[start : start + (1 << 20)])
         await process.stdin.drain.aio()
-        assert await process.stdout.read.aio() == b"1 hidden\n" + data
-        assert await process.stderr.read.aio() == b"err\n"
-        assert await process.wait.aio() == 3
-        late = await sandbox.exec.aio("sleep", "60", timeout=1)
-        assert await late.wait.aio() in (-1, 137)
-        assert await sandbox.poll.aio() is None
-        await sandbox.terminate.aio()
-        assert await sandbox.poll.aio() == 137
-        with pytest.raises((NotFoundError, InvalidError)):
-            await (await modal.Sandbox.from_id.aio(sandbox.object_id)).exec.aio("true")
-
-    asyncio.run(main())
-
-
-def test_sandboxes_are_found_by_their_tags_until_they_end(fake: FakeModal) -> None:
-    async def main() -> None:
-        first, second = [await make(tags={"run": name, "kind": "slots"}) for name in ("one", "two")]
-        app = await modal.App.lookup.aio("tests")
-
-        async def found(**tags: str) -> list[str]:
-            return [each.object_id async for each in modal.Sandbox.list.aio(app_id=app.app_id, tags=tags)]
-
-        assert await found(run="one") == [first.object_id]
-        assert set(await found(kind="slots")) == {first.object_id, second.object_id}
-        await first.set_tags.aio({"run": "three"})
-        assert await first.get_tags.aio() == {"run": "three"}
-        await first.terminate.aio()
-        assert await found(kind="slots") == [second.object_id]
-        await second.terminate.aio()
-
-    asyncio.run(main())
+    process.stdin.write_eof()
+    await process.stdin.drain.aio()
+    assert await process.stdout.read.aio() == b"1 hidden\n" + data
+    assert await process.stderr.read.aio() == b"err\n"
+    assert await process.wait.aio() == 3
+    late = await sandbox.exec.aio("sleep", "60", timeout=1)
+    assert await late.wait.aio() in (-1, 137)
+    assert await sandbox.poll.aio() is None
+    await sandbox.terminate.aio()
+    assert await sandbox.poll.aio() == 137
+    with pytest.raises((NotFoundError, InvalidError)):
+        await (await modal.Sandbox.from_id.aio(sandbox.object_id)).exec.aio("true")
 
 
-def test_a_sandbox_ends_with_its_command_its_lifetime_or_when_it_is_idle(fake: FakeModal) -> None:
-    async def main() -> None:
-        command = await make("sh", "-c", "exit 5")
-        old = await make(timeout=1)
-        idle = await make(idle_timeout=1)
-        busy = await make(idle_timeout=1)
-        await busy.exec.aio("sleep", "60")
-        await command.wait.aio()
-        assert command.returncode == 5
-        deadline = time.monotonic() + 20
-        while len(fake.running) > 1 and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        assert [each.sandbox_id for each in fake.running] == [busy.object_id]
-        assert await old.poll.aio() == 124
-        assert await idle.poll.aio() is not None
-        await busy.terminate.aio()
+async def test_sandboxes_are_found_by_their_tags_until_they_end(fake: FakeModal) -> None:
+    first, second = [await make(tags={"run": name, "kind": "slots"}) for name in ("one", "two")]
+    app = await modal.App.lookup.aio("tests")
 
-    asyncio.run(main())
+    async def found(**tags: str) -> list[str]:
+        return [each.object_id async for each in modal.Sandbox.list.aio(app_id=app.app_id, tags=tags)]
+
+    assert await found(run="one") == [first.object_id]
+    assert set(await found(kind="slots")) == {first.object_id, second.object_id}
+    await first.set_tags.aio({"run": "three"})
+    assert await first.get_tags.aio() == {"run": "three"}
+    await first.terminate.aio()
+    assert await found(kind="slots") == [second.object_id]
+    await second.terminate.aio()
 
 
-def test_what_it_lacks_and_refuses_are_the_errors_of_the_client(fake: FakeModal) -> None:
-    async def main() -> None:
-        sandbox = await make()
-        with pytest.raises(UnimplementedError):
-            await sandbox.snapshot_filesystem.aio()
-        fake.quota = 1
-        with pytest.raises(ResourceExhaustedError):
-            await make()
-        app = await modal.App.lookup.aio("tests")
-        with pytest.raises(modal.exception.Error, match="nowhere:1"):
-            await modal.Sandbox.create.aio(app=app, image=modal.Image.from_registry("nowhere:1"))
-        await sandbox.terminate.aio()
+async def test_a_sandbox_ends_with_its_command_its_lifetime_or_when_it_is_idle(fake: FakeModal) -> None:
+    command = await make("sh", "-c", "exit 5")
+    old = await make(timeout=1)
+    idle = await make(idle_timeout=1)
+    busy = await make(idle_timeout=1)
+    await busy.exec.aio("sleep", "60")
+    await command.wait.aio()
+    assert command.returncode == 5
+    deadline = time.monotonic() + 20
+    while len(fake.running) > 1 and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert [each.sandbox_id for each in fake.running] == [busy.object_id]
+    assert await old.poll.aio() == 124
+    assert await idle.poll.aio() is not None
+    await busy.terminate.aio()
 
-    asyncio.run(main())
+
+async def test_what_it_lacks_and_refuses_are_the_errors_of_the_client(fake: FakeModal) -> None:
+    sandbox = await make()
+    with pytest.raises(UnimplementedError):
+        await sandbox.snapshot_filesystem.aio()
+    fake.quota = 1
+    with pytest.raises(ResourceExhaustedError):
+        await make()
+    app = await modal.App.lookup.aio("tests")
+    with pytest.raises(modal.exception.Error, match="nowhere:1"):
+        await modal.Sandbox.create.aio(app=app, image=modal.Image.from_registry("nowhere:1"))
+    await sandbox.terminate.aio()

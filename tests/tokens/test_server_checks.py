@@ -89,24 +89,18 @@ async def of_engine(engine: Steady) -> list[DoctorCheck]:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_token_server_in_good_health(kind: str, folder: Path, tokenizer: FastTokenizer) -> None:
-    async def scenario() -> Diagnosis:
-        async with TokenLoopback(Steady(), tokenizer, kind=kind) as server:
-            return await diagnose(Target(server.url, tokenizer=str(folder)))
-
-    found = asyncio.run(scenario())
+async def test_a_token_server_in_good_health(kind: str, folder: Path, tokenizer: FastTokenizer) -> None:
+    async with TokenLoopback(Steady(), tokenizer, kind=kind) as server:
+        found = await diagnose(Target(server.url, tokenizer=str(folder)))
     assert (found.server, found.model, found.ok) == (kind, "steady", True)
     assert states(found).pop("chat with tools") is CheckState.NOT_APPLICABLE
     assert [check.name for check in found.checks if check.state is CheckState.NOT_APPLICABLE] == ["chat with tools"]
     assert f"--openai.server_type {kind}" in named(found.checks, "server").found
 
 
-def test_a_server_that_only_chats(folder: Path) -> None:
-    async def scenario() -> Diagnosis:
-        async with LoopbackServer(FakeAnswer(completion()), models=FakeAnswer(MODELS)) as server:
-            return await diagnose(Target(server.url, tokenizer=str(folder)))
-
-    found = asyncio.run(scenario())
+async def test_a_server_that_only_chats(folder: Path) -> None:
+    async with LoopbackServer(FakeAnswer(completion()), models=FakeAnswer(MODELS)) as server:
+        found = await diagnose(Target(server.url, tokenizer=str(folder)))
     assert (found.server, found.ok) == ("other", True)
     assert states(found)["chat with tools"] is CheckState.OK
     tokens = named(found.checks, TOKENS)
@@ -129,24 +123,19 @@ def test_the_checks_that_do_not_apply_share_one_line(capsys: pytest.CaptureFixtu
     assert sum(each["state"] == "not applicable" for each in checks) == 8
 
 
-def test_nobody_is_asked_for_a_tokenizer_that_was_not_named(tokenizer: FastTokenizer) -> None:
-    async def scenario() -> Diagnosis:
-        async with TokenLoopback(Steady(), tokenizer, kind="vllm") as server:
-            return await diagnose(Target(server.url))
-
-    found = asyncio.run(scenario())
+async def test_nobody_is_asked_for_a_tokenizer_that_was_not_named(tokenizer: FastTokenizer) -> None:
+    async with TokenLoopback(Steady(), tokenizer, kind="vllm") as server:
+        found = await diagnose(Target(server.url))
     assert states(found)[TOKENS] is CheckState.OK
     for name in (TEMPLATE, PREFIX, ROUND_TRIP, "tokenizer agrees"):
         assert states(found)[name] is CheckState.NOT_APPLICABLE
     assert "--tokenizer" in named(found.checks, TEMPLATE).way_out
 
 
-def test_a_server_with_other_tokens(folder: Path) -> None:
-    async def scenario() -> Diagnosis:
-        async with TokenLoopback(Steady(), toy_tokenizer(["abc"]), kind="sglang") as server:
-            return await diagnose(Target(server.url, tokenizer=str(folder)))
-
-    agrees = named(asyncio.run(scenario()).checks, "tokenizer agrees")
+async def test_a_server_with_other_tokens(folder: Path) -> None:
+    async with TokenLoopback(Steady(), toy_tokenizer(["abc"]), kind="sglang") as server:
+        result = await diagnose(Target(server.url, tokenizer=str(folder)))
+    agrees = named(result.checks, "tokenizer agrees")
     assert agrees.state is CheckState.FAILED
     assert "--openai.tokenizer_name" in agrees.way_out
 
@@ -156,12 +145,9 @@ def without_logprobs(reply: Reply) -> Reply:
     return reply
 
 
-def test_a_server_without_logprobs(tokenizer: FastTokenizer) -> None:
-    async def scenario() -> Diagnosis:
-        async with TokenLoopback(Steady(), tokenizer, kind="vllm", spoil=without_logprobs) as server:
-            return await diagnose(Target(server.url))
-
-    found = asyncio.run(scenario())
+async def test_a_server_without_logprobs(tokenizer: FastTokenizer) -> None:
+    async with TokenLoopback(Steady(), tokenizer, kind="vllm", spoil=without_logprobs) as server:
+        found = await diagnose(Target(server.url))
     assert not found.ok
     assert states(found)[LOGPROBS] is CheckState.FAILED
     assert states(found)[STOP] is CheckState.NOT_APPLICABLE
@@ -221,13 +207,10 @@ def test_a_server_that_answers_500_is_told_apart_from_one_that_does_not_run() ->
     assert "address" in asyncio.run(go(None))
 
 
-def test_a_refused_key() -> None:
-    async def scenario() -> Diagnosis:
-        refusal = FakeAnswer({"error": {"message": "wrong key"}}, status=401)
-        async with LoopbackServer(refusal, models=refusal) as server:
-            return await diagnose(Target(server.url, api_key="secret"))
-
-    found = asyncio.run(scenario())
+async def test_a_refused_key() -> None:
+    refusal = FakeAnswer({"error": {"message": "wrong key"}}, status=401)
+    async with LoopbackServer(refusal, models=refusal) as server:
+        found = await diagnose(Target(server.url, api_key="secret"))
     assert found.refusal is not None
     assert found.refusal.exit_code == 4
     assert states(found)["reachable"] is CheckState.FAILED
@@ -257,16 +240,13 @@ def unused_url() -> str:
 
 
 @pytest.mark.parametrize(("kind", "hint"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("", None)])
-def test_a_chat_engine_says_where_exact_tokens_are_to_be_had(
+async def test_a_chat_engine_says_where_exact_tokens_are_to_be_had(
     kind: str, hint: str | None, tokenizer: FastTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with TokenLoopback(Steady(), tokenizer, kind=kind) as server:
-            engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="steady"))
-            await engine.start()
-            await engine.aclose()
-
-    asyncio.run(scenario())
+    async with TokenLoopback(Steady(), tokenizer, kind=kind) as server:
+        engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="steady"))
+        await engine.start()
+        await engine.aclose()
     said = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
     assert len(said) == (hint is not None)
     if hint is not None:
@@ -304,13 +284,11 @@ class OwnDefaults:
     ],
     ids=["neutral", "overridden", "in force"],
 )
-def test_a_servers_own_sampling_settings_are_noticed(
+async def test_a_servers_own_sampling_settings_are_noticed(
     kind: str, engine: OwnDefaults, state: CheckState, said: str, tokenizer: FastTokenizer
 ) -> None:
-    async def scenario() -> Diagnosis:
-        async with TokenLoopback(engine, tokenizer, kind=kind) as server:
-            return await diagnose(Target(server.url))
-
-    check = named(asyncio.run(scenario()).checks, DISTRIBUTION)
+    async with TokenLoopback(engine, tokenizer, kind=kind) as server:
+        result = await diagnose(Target(server.url))
+    check = named(result.checks, DISTRIBUTION)
     assert (check.state, said in check.found) == (state, True)
     assert ("--generation-config vllm" in check.way_out) is (state is CheckState.FAILED)

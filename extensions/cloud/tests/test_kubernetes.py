@@ -167,7 +167,7 @@ def test_rollouts_of_an_evicted_pod_run_in_another_one(
 
 
 @pytest.mark.slow
-def test_pods_of_a_killed_process_have_no_commands_and_are_deleted_at_the_next_start(
+async def test_pods_of_a_killed_process_have_no_commands_and_are_deleted_at_the_next_start(
     tmp_path: Path, home: pytest.MonkeyPatch
 ) -> None:
     command = nap()
@@ -206,7 +206,7 @@ asyncio.run(main())
                 until(lambda: left not in cluster.running(), "the pod is deleted")
                 assert "elsewhere" in cluster.running()
 
-        asyncio.run(main())
+        await main()
 
 
 def run(home: pytest.MonkeyPatch, body: Any, **settings: Any) -> None:

@@ -168,7 +168,7 @@ def test_a_stream_has_its_own_slots_and_ends_with_its_client() -> None:
     run(body)
 
 
-def test_the_files_of_a_killed_server_are_removed_by_the_next() -> None:
+async def test_the_files_of_a_killed_server_are_removed_by_the_next() -> None:
     def folders(process: subprocess.Popen[bytes]) -> list[Path]:
         return list(Path(tempfile.gettempdir()).glob(f"palaestra-port-{process.pid}-*"))
 
@@ -182,7 +182,7 @@ def test_the_files_of_a_killed_server_are_removed_by_the_next() -> None:
             await asyncio.to_thread(process.wait, 20)
             assert folders(process) == []
 
-    asyncio.run(main())
+    await main()
 
 
 def test_the_end_of_the_place_is_a_lost_slot() -> None:

@@ -41,28 +41,22 @@ async def starting() -> AsyncIterator[tuple[Slot, ProcessTable, asyncio.Task[Hos
         await pool.release(slot)
 
 
-def test_a_process_that_starts_during_a_pause_is_read_once_after_it() -> None:
-    async def main() -> None:
-        async with starting() as (slot, table, begun):
-            await table.stand_still(PAUSED)
-            assert begun.done(), "the pause waits for it, or it would wake up the sandbox"
-            hosted = await begun
-            assert await told(hosted.follow()) == [PAUSED]
-            with pytest.raises(RpcError):
-                await table.start(slot, REQUEST)
-            table.go_on()
-            output, end = await told(hosted.follow())
-            assert output == {"data": {"stdout": base64.b64encode(b"once\n").decode()}}
-            assert end["end"]["exitCode"] == 0
-
-    asyncio.run(main())
+async def test_a_process_that_starts_during_a_pause_is_read_once_after_it() -> None:
+    async with starting() as (slot, table, begun):
+        await table.stand_still(PAUSED)
+        assert begun.done(), "the pause waits for it, or it would wake up the sandbox"
+        hosted = await begun
+        assert await told(hosted.follow()) == [PAUSED]
+        with pytest.raises(RpcError):
+            await table.start(slot, REQUEST)
+        table.go_on()
+        output, end = await told(hosted.follow())
+        assert output == {"data": {"stdout": base64.b64encode(b"once\n").decode()}}
+        assert end["end"]["exitCode"] == 0
 
 
-def test_a_process_that_starts_while_its_sandbox_ends_fails() -> None:
-    async def main() -> None:
-        async with starting() as (_, table, begun):
-            await table.aclose(PAUSED)
-            assert await told((await begun).follow()) == [PAUSED]
-            assert table.all() == []
-
-    asyncio.run(main())
+async def test_a_process_that_starts_while_its_sandbox_ends_fails() -> None:
+    async with starting() as (_, table, begun):
+        await table.aclose(PAUSED)
+        assert await told((await begun).follow()) == [PAUSED]
+        assert table.all() == []

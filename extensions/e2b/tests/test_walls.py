@@ -181,7 +181,7 @@ def test_the_transfers_of_one_key_do_not_hold_up_another(server: RunningE2B, box
     assert mine.kill() == 204
 
 
-def test_a_key_has_its_own_share_of_transfers() -> None:
+async def test_a_key_has_its_own_share_of_transfers() -> None:
     async def run() -> list[str]:
         lanes, order = Lanes(2, 3), list[str]()
 
@@ -193,7 +193,7 @@ def test_a_key_has_its_own_share_of_transfers() -> None:
         await asyncio.gather(*map(transfer, "aaaabb"))
         return order
 
-    assert asyncio.run(run()) == ["a", "a", "b", "b", "a", "a"]
+    assert await run() == ["a", "a", "b", "b", "a", "a"]
 
 
 def test_a_body_for_a_port_must_arrive(server: RunningE2B, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,46 +125,37 @@ async def played(file: Path, url: str, replies: Sequence[Reply], **settings: Any
 
 
 @pytest.mark.parametrize(("replies", "reward"), [(ADDS, 1.0), ([ADDS[0], "Done."], 0.0)], ids=["right", "wrong"])
-def test_tools_share_the_session_and_the_server_gives_the_reward(
+async def test_tools_share_the_session_and_the_server_gives_the_reward(
     tmp_path: Path, replies: list[Reply], reward: float
 ) -> None:
-    async def main() -> None:
-        counters = Counters()
-        async with counters.serving() as url:
-            run, _ = await played(file_of(tmp_path, COUNT), url, replies)
-        (rollout,) = run.trajectories
-        assert not rollout.error, rollout.error
-        assert (rollout.reward, rollout.metrics["close"]) == (reward, 1.0)
-        (body,) = counters.verified
-        kinds = [item["type"] for item in body["response"]["output"]]
-        assert kinds == ["function_call", "function_call_output"] * (len(replies) - 1) + ["message"]
-        assert json.loads(body["response"]["output"][1]["output"]) == {"success": True}
-
-    asyncio.run(main())
+    counters = Counters()
+    async with counters.serving() as url:
+        run, _ = await played(file_of(tmp_path, COUNT), url, replies)
+    (rollout,) = run.trajectories
+    assert not rollout.error, rollout.error
+    assert (rollout.reward, rollout.metrics["close"]) == (reward, 1.0)
+    (body,) = counters.verified
+    kinds = [item["type"] for item in body["response"]["output"]]
+    assert kinds == ["function_call", "function_call_output"] * (len(replies) - 1) + ["message"]
+    assert json.loads(body["response"]["output"][1]["output"]) == {"success": True}
 
 
-def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
-    async def main() -> None:
-        counters = Counters()
-        row = {**PLAIN, "responses_create_params": {"input": "Ask.", "tools": [function("long_answer")]}}
-        async with counters.serving() as url:
-            await played(file_of(tmp_path, row), url, [("long_answer", {}), "done"])
-        answer = counters.verified[0]["response"]["output"][1]["output"]
-        assert len(answer) == 1 << 18
-
-    asyncio.run(main())
+async def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
+    counters = Counters()
+    row = {**PLAIN, "responses_create_params": {"input": "Ask.", "tools": [function("long_answer")]}}
+    async with counters.serving() as url:
+        await played(file_of(tmp_path, row), url, [("long_answer", {}), "done"])
+    answer = counters.verified[0]["response"]["output"][1]["output"]
+    assert len(answer) == 1 << 18
 
 
-def test_each_row_offers_its_own_tools(tmp_path: Path) -> None:
-    async def main() -> None:
-        counters = Counters()
-        async with counters.serving() as url:
-            _, requests = await played(file_of(tmp_path, PLAIN, COUNT), url, ["hello", "nothing"])
-        offered = [[tool["function"]["name"] for tool in request.body.get("tools", ())] for request in requests]
-        assert offered == [[], ["increment_counter", "get_counter_value"]]
-        assert [body["reward"] if "reward" in body else body["expected_count"] for body in counters.verified] == [1, 6]
-
-    asyncio.run(main())
+async def test_each_row_offers_its_own_tools(tmp_path: Path) -> None:
+    counters = Counters()
+    async with counters.serving() as url:
+        _, requests = await played(file_of(tmp_path, PLAIN, COUNT), url, ["hello", "nothing"])
+    offered = [[tool["function"]["name"] for tool in request.body.get("tools", ())] for request in requests]
+    assert offered == [[], ["increment_counter", "get_counter_value"]]
+    assert [body["reward"] if "reward" in body else body["expected_count"] for body in counters.verified] == [1, 6]
 
 
 @pytest.mark.parametrize(
@@ -174,49 +165,42 @@ def test_each_row_offers_its_own_tools(tmp_path: Path) -> None:
         ({"reward": None}, "no reward"),
     ],
 )
-def test_a_rollout_that_the_server_does_not_score_has_no_reward(
+async def test_a_rollout_that_the_server_does_not_score_has_no_reward(
     tmp_path: Path, verdict: dict[str, Any], named: str
 ) -> None:
-    async def main() -> None:
-        async with Counters(**verdict).serving() as url:
-            run, _ = await played(file_of(tmp_path, PLAIN), url, ["hello"])
-        (rollout,) = run.trajectories
-        assert rollout.reward is None
-        assert named in rollout.error
-
-    asyncio.run(main())
+    async with Counters(**verdict).serving() as url:
+        run, _ = await played(file_of(tmp_path, PLAIN), url, ["hello"])
+    (rollout,) = run.trajectories
+    assert rollout.reward is None
+    assert named in rollout.error
 
 
-def test_without_a_server_the_rollout_has_no_reward_and_says_so(tmp_path: Path) -> None:
-    run, _ = asyncio.run(played(file_of(tmp_path, PLAIN), "http://127.0.0.1:1", ["hello"]))
+async def test_without_a_server_the_rollout_has_no_reward_and_says_so(tmp_path: Path) -> None:
+    run, _ = await played(file_of(tmp_path, PLAIN), "http://127.0.0.1:1", ["hello"])
     assert run.trajectories[0].reward is None
     assert "set --env.resources to its address" in run.trajectories[0].error
 
 
-def test_a_run_that_is_killed_resumes_with_a_new_session(tmp_path: Path) -> None:
+async def test_a_run_that_is_killed_resumes_with_a_new_session(tmp_path: Path) -> None:
     file_of(tmp_path, COUNT, COUNT)
-
-    async def main() -> None:
-        counters = Counters()
-        async with counters.serving() as url, LoopbackServer(*chat([*ADDS, *ADDS])) as server:
-            words = [sys.executable, "-m", "palaestra", "run", "nemo-gym:rows.jsonl", "--concurrency", "1"]
-            words += ["--base-url", f"{server.url}/v1", "--model", "m", "--openai.health_check", "false"]
-            server.gate = asyncio.Event()
-            child = await asyncio.create_subprocess_exec(
-                *words, "--env.resources", url, cwd=tmp_path, stderr=subprocess.DEVNULL
-            )
-            await server.under_way(1)
-            os.kill(child.pid, signal.SIGKILL)
-            await child.wait()
-            server.gate.set()
-            (run,) = [path.parent for path in (tmp_path / "runs").glob("*/*/journal.jsonl")]
-            again = [sys.executable, "-m", "palaestra", "resume", str(run)]
-            child = await asyncio.create_subprocess_exec(*again, cwd=tmp_path, stdout=subprocess.PIPE)
-            assert await child.wait() == 0
-        groups = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
-        assert len(groups) == 2
-
-    asyncio.run(main())
+    counters = Counters()
+    async with counters.serving() as url, LoopbackServer(*chat([*ADDS, *ADDS])) as server:
+        words = [sys.executable, "-m", "palaestra", "run", "nemo-gym:rows.jsonl", "--concurrency", "1"]
+        words += ["--base-url", f"{server.url}/v1", "--model", "m", "--openai.health_check", "false"]
+        server.gate = asyncio.Event()
+        child = await asyncio.create_subprocess_exec(
+            *words, "--env.resources", url, cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
+        await server.under_way(1)
+        os.kill(child.pid, signal.SIGKILL)
+        await child.wait()
+        server.gate.set()
+        (run,) = [path.parent for path in (tmp_path / "runs").glob("*/*/journal.jsonl")]
+        again = [sys.executable, "-m", "palaestra", "resume", str(run)]
+        child = await asyncio.create_subprocess_exec(*again, cwd=tmp_path, stdout=subprocess.PIPE)
+        assert await child.wait() == 0
+    groups = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    assert len(groups) == 2
 
 
 @pytest.mark.parametrize(
@@ -231,10 +215,10 @@ def test_a_run_that_is_killed_resumes_with_a_new_session(tmp_path: Path) -> None
         ({}, "is not a row of NeMo Gym"),
     ],
 )
-def test_what_cannot_be_carried_over_is_named(tmp_path: Path, asked: dict[str, Any], named: str) -> None:
+async def test_what_cannot_be_carried_over_is_named(tmp_path: Path, asked: dict[str, Any], named: str) -> None:
     file = file_of(tmp_path, {"responses_create_params": asked})
     with pytest.raises((ConfigError, TaskError), match=named):
-        asyncio.run(palaestra.run(f"nemo-gym:{file}", policy="noop", resources="http://127.0.0.1:1", folder=tmp_path))
+        await palaestra.run(f"nemo-gym:{file}", policy="noop", resources="http://127.0.0.1:1", folder=tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

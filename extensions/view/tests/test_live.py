@@ -90,7 +90,7 @@ class Held(fixing.Solver):
 
 @pytest.mark.slots
 @pytest.mark.timeout(300)
-def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Path, chromium: str) -> None:
+async def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Path, chromium: str) -> None:
     from playwright.async_api import async_playwright
 
     (tmp_path / "model").mkdir()
@@ -167,7 +167,7 @@ def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Pa
             await viewer.wait()
             assert high_mb < MOST_MB
 
-    asyncio.run(main())
+    await main()
     assert problems == []
     assert seen == sorted(seen)
     assert seen[0] < TASKS * GROUP / 2

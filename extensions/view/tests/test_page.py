@@ -232,7 +232,7 @@ def test_hostile_texts_do_nothing(tmp_path: Path, chromium: str) -> None:
     see(chromium, hostile_run(tmp_path / "run"), visit)
 
 
-def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, chromium: str) -> None:
+async def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, chromium: str) -> None:
     out = tmp_path / "group.html"
     assert palaestra(["view", str(real), "--html", str(out), "--rollout", "000000-*"]) == 0
     assert out.stat().st_size < 2_000_000
@@ -254,10 +254,10 @@ def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, ch
         await go(page, base, "siblings", run=real.name, id=[f"000000-count/0/{n}" for n in range(4)])
         await page.wait_for_selector("table.calls td")
 
-    asyncio.run(browse(chromium, out.as_uri(), visit))
+    await browse(chromium, out.as_uri(), visit)
 
 
-def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> None:
+async def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> None:
     run, out = hostile_run(tmp_path / "run"), tmp_path / "run.html"
     assert palaestra(["view", str(run), "--html", str(out)]) == 0
     assert "window.broken" not in out.read_text()
@@ -267,7 +267,7 @@ def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> No
         await unharmed(page)
         assert "<script>window.broken = 1</script>" in await page.inner_text("main")
 
-    asyncio.run(browse(chromium, out.as_uri(), visit))
+    await browse(chromium, out.as_uri(), visit)
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -424,7 +424,7 @@ SEEN = r"""() => {
 """Returns the text that is on the screen, without scrolling and without opening anything."""
 
 
-def test_a_report_has_scores_causes_and_the_rollouts_that_fit(tmp_path: Path, chromium: str) -> None:
+async def test_a_report_has_scores_causes_and_the_rollouts_that_fit(tmp_path: Path, chromium: str) -> None:
     lost = {"outcome": Outcome.INFRA_ERROR, "blame": Blame.GRADER, "error": "no such column"}
     rollouts = [
         rollout(n, [{"role": "user", "content": "x"}], None if n == 2 else float(n), rollout_id=f"g/{n}", group_id="g",
@@ -443,7 +443,7 @@ def test_a_report_has_scores_causes_and_the_rollouts_that_fit(tmp_path: Path, ch
         assert "files" in text
         assert "2 of 3" in text
 
-    asyncio.run(browse(chromium, (run / "report.html").as_uri(), visit))
+    await browse(chromium, (run / "report.html").as_uri(), visit)
 
 
 def test_a_log_of_inspect_is_shown_with_its_scores_messages_and_calls(chromium: str) -> None:

@@ -347,11 +347,11 @@ def test_a_wrong_request_gets_a_reason(tmp_path: Path, path: str, params: JSON) 
     visit(write_run(tmp_path / "run", sky()), scenario)
 
 
-def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken(run: str) -> None:
         raise ZeroDivisionError("a fault\nthat nobody expects")
 
-    async def main() -> None:
+    with caplog.at_level("WARNING"):
         runs = open_runs(str(write_run(tmp_path / "run", sky())))
         async with serving(Viewer(runs, TOKEN, broken), TOKEN) as url, aiohttp.ClientSession() as http:
             caller = Caller(url, http)
@@ -360,9 +360,6 @@ def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogC
             assert status == 500
             assert "ZeroDivisionError: a fault" in body["detail"]
             assert "reload the page" in body["detail"]
-
-    with caplog.at_level("WARNING"):
-        asyncio.run(main())
     (line,) = [each for each in caplog.records if "/api/tokens failed" in each.getMessage()]
     assert line.exc_info is None
     assert "\n" not in line.getMessage()

@@ -46,19 +46,16 @@ def test_parsing_needs_no_http_client() -> None:
     assert python("-c", script).strip() == "False"
 
 
-def test_the_readmes_example_prints_rows_and_their_proof(tmp_path: Path) -> None:
+async def test_the_readmes_example_prints_rows_and_their_proof(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(["Hello there"] * 3)
     (tmp_path / "model").mkdir()
     save_tokenizer(tokenizer, tmp_path / "model")
     found = re.search(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
     assert found is not None
-
-    async def go() -> str:
-        async with TokenLoopback(ToyEngine(tokenizer, iter(["Hello there"])), tokenizer) as server:
-            example = found[1].replace("http://127.0.0.1:8000", server.url).replace("FOLDER", str(tmp_path / "model"))
-            return await asyncio.to_thread(python, "-c", example)
-
-    text, row, proof = asyncio.run(go()).splitlines()
+    async with TokenLoopback(ToyEngine(tokenizer, iter(["Hello there"])), tokenizer) as server:
+        example = found[1].replace("http://127.0.0.1:8000", server.url).replace("FOLDER", str(tmp_path / "model"))
+        result = await asyncio.to_thread(python, "-c", example)
+    text, row, proof = result.splitlines()
     assert (text, proof) == ("Hello there", "True")
     assert "-100" in row
 

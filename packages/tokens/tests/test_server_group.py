@@ -74,111 +74,94 @@ def test_calls_that_fail_together_find_the_next_server() -> None:
         assert all(isinstance(each, EngineUnavailable) for each in asyncio.run(go("abc", calls)))
 
 
-def test_sessions_go_round_and_stay() -> None:
-    async def go() -> list[int]:
-        async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
-            group = ServerGroup([config(one), config(two)])
-            await group.start()
-            for _ in range(3):
-                session = group.session(SessionContext())
-                for _ in range(2):
-                    await session.chat_completion(messages=HI)
-            await group.aclose()
-            await group.aclose()
-            return [sum(seen.method == "POST" for seen in server.seen) for server in (one, two)]
-
-    assert asyncio.run(go()) == [4, 2]
-
-
-def test_calls_without_a_session_go_to_the_least_busy() -> None:
-    async def go() -> list[int]:
-        async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
-            one.gate, two.gate = asyncio.Event(), asyncio.Event()
-            group = ServerGroup([config(one), config(two)])
-            async with asyncio.TaskGroup() as calls:
-                for _ in range(6):
-                    calls.create_task(group.chat_completion(messages=HI, split="eval"))
-                await one.under_way(3)
-                await two.under_way(3)
-                one.gate.set()
-                two.gate.set()
-            await group.aclose()
-            return [len(one.seen), len(two.seen)]
-
-    assert asyncio.run(go()) == [3, 3]
-
-
-def test_the_in_flight_limit_is_each_servers_own() -> None:
-    async def go() -> int:
-        async with LoopbackServer(FakeAnswer(completion())) as server:
-            server.gate = asyncio.Event()
-            group = ServerGroup(config(server, num_max_requests_at_once=2))
-            async with asyncio.TaskGroup() as calls:
-                for _ in range(8):
-                    calls.create_task(group.session(SessionContext()).chat_completion(messages=HI))
-                await server.under_way(2)
-                server.gate.set()
-            await group.aclose()
-            return server.most_at_once
-
-    assert asyncio.run(go()) == 2
-
-
-def test_when_a_server_is_unavailable_the_next_one_answers() -> None:
-    async def go() -> tuple[int, int]:
-        async with LoopbackServer(FakeAnswer(cut=True)) as dead, LoopbackServer(FakeAnswer(completion())) as alive:
-            group = ServerGroup([config(dead, timeout=1), config(alive)])
+async def test_sessions_go_round_and_stay() -> None:
+    async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
+        group = ServerGroup([config(one), config(two)])
+        await group.start()
+        for _ in range(3):
             session = group.session(SessionContext())
-            await session.chat_completion(messages=HI)
-            tried = len(dead.seen)
-            await session.chat_completion(messages=HI)
-            await group.aclose()
-            assert len(dead.seen) == tried  # it stays with the one that answered
-            return tried, len(alive.seen)
+            for _ in range(2):
+                await session.chat_completion(messages=HI)
+        await group.aclose()
+        await group.aclose()
+        result = [sum(seen.method == "POST" for seen in server.seen) for server in (one, two)]
+    assert result == [4, 2]
 
-    tried, answered = asyncio.run(go())
+
+async def test_calls_without_a_session_go_to_the_least_busy() -> None:
+    async with LoopbackServer(FakeAnswer(completion())) as one, LoopbackServer(FakeAnswer(completion())) as two:
+        one.gate, two.gate = asyncio.Event(), asyncio.Event()
+        group = ServerGroup([config(one), config(two)])
+        async with asyncio.TaskGroup() as calls:
+            for _ in range(6):
+                calls.create_task(group.chat_completion(messages=HI, split="eval"))
+            await one.under_way(3)
+            await two.under_way(3)
+            one.gate.set()
+            two.gate.set()
+        await group.aclose()
+        result = [len(one.seen), len(two.seen)]
+    assert result == [3, 3]
+
+
+async def test_the_in_flight_limit_is_each_servers_own() -> None:
+    async with LoopbackServer(FakeAnswer(completion())) as server:
+        server.gate = asyncio.Event()
+        group = ServerGroup(config(server, num_max_requests_at_once=2))
+        async with asyncio.TaskGroup() as calls:
+            for _ in range(8):
+                calls.create_task(group.session(SessionContext()).chat_completion(messages=HI))
+            await server.under_way(2)
+            server.gate.set()
+        await group.aclose()
+        result = server.most_at_once
+    assert result == 2
+
+
+async def test_when_a_server_is_unavailable_the_next_one_answers() -> None:
+    async with LoopbackServer(FakeAnswer(cut=True)) as dead, LoopbackServer(FakeAnswer(completion())) as alive:
+        group = ServerGroup([config(dead, timeout=1), config(alive)])
+        session = group.session(SessionContext())
+        await session.chat_completion(messages=HI)
+        tried = len(dead.seen)
+        await session.chat_completion(messages=HI)
+        await group.aclose()
+        assert len(dead.seen) == tried  # it stays with the one that answered
+        answered = len(alive.seen)
     assert tried >= 1
     assert answered == 2
 
 
-def test_a_refusal_is_not_taken_to_the_next_server() -> None:
-    async def go() -> int:
-        async with LoopbackServer(FakeAnswer({}, 401)) as one, LoopbackServer(FakeAnswer(completion())) as two:
-            group = ServerGroup([config(one), config(two)])
+async def test_a_refusal_is_not_taken_to_the_next_server() -> None:
+    async with LoopbackServer(FakeAnswer({}, 401)) as one, LoopbackServer(FakeAnswer(completion())) as two:
+        group = ServerGroup([config(one), config(two)])
+        with pytest.raises(EngineRefused):
+            await group.session(SessionContext()).chat_completion(messages=HI)
+        await group.aclose()
+        result = len(two.seen)
+    assert result == 0
+
+
+async def test_a_failing_start_closes_all_and_raises_the_error_itself() -> None:
+    async with LoopbackServer(FakeAnswer(completion())) as fine:
+        refusing = FakeAnswer({}, 401)
+        async with LoopbackServer(FakeAnswer(completion()), models=refusing) as bad:
+            group = ServerGroup([config(fine), config(bad)])
             with pytest.raises(EngineRefused):
-                await group.session(SessionContext()).chat_completion(messages=HI)
-            await group.aclose()
-            return len(two.seen)
-
-    assert asyncio.run(go()) == 0
+                await group.start()
 
 
-def test_a_failing_start_closes_all_and_raises_the_error_itself() -> None:
-    async def go() -> None:
-        async with LoopbackServer(FakeAnswer(completion())) as fine:
-            refusing = FakeAnswer({}, 401)
-            async with LoopbackServer(FakeAnswer(completion()), models=refusing) as bad:
-                group = ServerGroup([config(fine), config(bad)])
-                with pytest.raises(EngineRefused):
-                    await group.start()
-
-    asyncio.run(go())
-
-
-def test_scripted_sessions_and_the_missing_token_mode() -> None:
+async def test_scripted_sessions_and_the_missing_token_mode() -> None:
     group = ServerGroup(APIServerConfig(server_type="scripted", model_name="noop"))
-    reply = asyncio.run(group.chat_completion(messages=HI, n=1, temperature=1.0))
+    reply = await group.chat_completion(messages=HI, n=1, temperature=1.0)
     assert reply.choices[0].finish_reason == "stop"
     with pytest.raises(NotImplementedError, match="do not return tokens"):
         group.managed_server(tokenizer=None)
 
 
-def test_a_dedicated_server_is_the_least_busy_one() -> None:
-    async def go() -> None:
-        group = ServerGroup([APIServerConfig(server_type="scripted", model_name="noop") for _ in range(2)])
-        async with group.dedicated_server() as one, group.dedicated_server() as other:
-            assert [one, other] == group.servers
-        async with group.dedicated_server() as again:
-            assert again is group.servers[0]
-
-    asyncio.run(go())
+async def test_a_dedicated_server_is_the_least_busy_one() -> None:
+    group = ServerGroup([APIServerConfig(server_type="scripted", model_name="noop") for _ in range(2)])
+    async with group.dedicated_server() as one, group.dedicated_server() as other:
+        assert [one, other] == group.servers
+    async with group.dedicated_server() as again:
+        assert again is group.servers[0]

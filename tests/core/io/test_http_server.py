@@ -250,7 +250,7 @@ def test_beyond_the_loopback_a_server_needs_a_token(server: Server, host: str) -
 
 
 @EACH
-def test_every_path_of_a_server_wants_its_token(server: Server) -> None:
+async def test_every_path_of_a_server_wants_its_token(server: Server) -> None:
     """Except greetings, which tell nothing of a run."""
 
     async def run() -> None:
@@ -263,7 +263,7 @@ def test_every_path_of_a_server_wants_its_token(server: Server) -> None:
                         async with session.request(method, url + path, headers=headers) as reply:
                             assert reply.status == 401, path
 
-    asyncio.run(run())
+    await run()
 
 
 def _address(started: object) -> tuple[str, int]:
@@ -279,7 +279,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("server", [*SERVERS, _recorder], ids=[*NAMES, "recorder"])
-def test_a_refused_caller_keeps_no_connection(server: Server) -> None:
+async def test_a_refused_caller_keeps_no_connection(server: Server) -> None:
     """Otherwise one that sends a request and then nothing would hold it for an hour."""
 
     async def run() -> None:
@@ -291,11 +291,11 @@ def test_a_refused_caller_keeps_no_connection(server: Server) -> None:
                     assert (await reader.read()).startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 200 "))
                 writer.close()
 
-    asyncio.run(run())
+    await run()
 
 
 @EACH
-def test_no_path_reads_a_body_of_a_caller_without_token(server: Server) -> None:
+async def test_no_path_reads_a_body_of_a_caller_without_token(server: Server) -> None:
     """The body is announced and does not come: a server that waited for it would not answer."""
 
     async def run() -> None:
@@ -308,7 +308,7 @@ def test_no_path_reads_a_body_of_a_caller_without_token(server: Server) -> None:
                         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
                     writer.close()
 
-    asyncio.run(run())
+    await run()
 
 
 def test_a_caller_with_the_token_keeps_its_connection() -> None:
@@ -410,7 +410,7 @@ async def _read_form(request: web.Request) -> web.Response:
 
 @pytest.mark.parametrize("handler", [_read, _read_pieces, _read_form])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_no_handler_waits_for_a_body_without_end_or_logs_its_caller(
+async def test_no_handler_waits_for_a_body_without_end_or_logs_its_caller(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
@@ -433,11 +433,13 @@ def test_no_handler_waits_for_a_body_without_end_or_logs_its_caller(
             await asyncio.sleep(0.05)
             assert b" 200 " in await _raw(url, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3", b"a=b")
 
-    asyncio.run(run())
+    await run()
     assert not caplog.records
 
 
-def test_only_the_time_of_the_body_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_the_time_of_the_body_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A slow answer goes on, a failure of the handler is logged, and streams may last."""
     monkeypatch.setattr(http_server, "BODY_S", 0.1)
 
@@ -462,12 +464,14 @@ def test_only_the_time_of_the_body_counts(monkeypatch: pytest.MonkeyPatch, caplo
 
             assert (await session.post(url, data=stream())).status == 200
 
-    asyncio.run(run())
+    await run()
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ConnectionResetError]
 
 
 @pytest.mark.parametrize("asks", ["GET / HTTP/1.1\r\nHost: x\r\n\r\n", "POST / HTTP/1.0\r\nContent-Length: 0\r\n\r\n"])
-def test_a_caller_who_hangs_up_within_the_answer_is_not_logged(caplog: pytest.LogCaptureFixture, asks: str) -> None:
+async def test_a_caller_who_hangs_up_within_the_answer_is_not_logged(
+    caplog: pytest.LogCaptureFixture, asks: str
+) -> None:
     ended = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -480,17 +484,14 @@ def test_a_caller_who_hangs_up_within_the_answer_is_not_logged(caplog: pytest.Lo
         finally:
             ended.set()
 
-    async def scenario() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/", stream)
-        async with listening(app, "127.0.0.1", 0) as url:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(asks.encode())
-            await reader.readline()
-            writer.transport.abort()
-            async with asyncio.timeout(10):
-                await ended.wait()
-            await asyncio.sleep(0.05)
-
-    asyncio.run(scenario())
+    app = web.Application()
+    app.router.add_route("*", "/", stream)
+    async with listening(app, "127.0.0.1", 0) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(asks.encode())
+        await reader.readline()
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await ended.wait()
+        await asyncio.sleep(0.05)
     assert not caplog.records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -134,17 +133,14 @@ def test_files_and_variables_may_hold_settings_of_other_backends(tmp_path: Path)
 
 
 @pytest.mark.slots
-def test_the_contracts_calls_of_a_tool_backend() -> None:
-    async def main() -> None:
-        pool: SlotPool = create_tool_backend(HermesAgentEnvConfig())
-        await pool.start()
-        try:
-            slot = await pool.acquire("t")
-            (result,) = await pool.execute_batch([(slot, "bash", {"command": "sleep 9"})], timeout_s=0.3)
-            assert result.metadata["timeout"] is True
-            assert pool.default_timeout_s > 0
-            await pool.release(slot, reset_workspace=True)
-        finally:
-            await pool.stop()
-
-    asyncio.run(main())
+async def test_the_contracts_calls_of_a_tool_backend() -> None:
+    pool: SlotPool = create_tool_backend(HermesAgentEnvConfig())
+    await pool.start()
+    try:
+        slot = await pool.acquire("t")
+        (result,) = await pool.execute_batch([(slot, "bash", {"command": "sleep 9"})], timeout_s=0.3)
+        assert result.metadata["timeout"] is True
+        assert pool.default_timeout_s > 0
+        await pool.release(slot, reset_workspace=True)
+    finally:
+        await pool.stop()

@@ -117,14 +117,11 @@ async def take(api: Talk, steps: int) -> list[JSON]:
 
 @pytest.mark.slots
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_path: Path, size: int) -> None:
-    async def scenario() -> tuple[RunReport, list[JSON]]:
-        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
-            training = both.create_task(train(api, 2))
-            report = await serve(Naming, folder, tmp_path, url, "--group", str(size))
-            return report, await training
-
-    report, groups = asyncio.run(scenario())
+async def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_path: Path, size: int) -> None:
+    async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
+        training = both.create_task(train(api, 2))
+        report = await serve(Naming, folder, tmp_path, url, "--group", str(size))
+        groups = await training
     assert report.exit_code == 0
     assert [len(group["tokens"]) for group in groups] == [size] * (8 // size)
     tokenizer = load_tokenizer(str(folder))
@@ -140,25 +137,22 @@ def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_p
 
 
 @pytest.mark.slots
-def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp_path: Path) -> None:
-    async def scenario() -> list[JSON]:
-        async with serving() as url, Talk(url) as api:
-            await api.both(max_token_len=1 << 16, batch_size=8)
-            first = await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "3")
-            sent = first.folder / "deliveries.jsonl"
-            sent.write_text("".join(sent.read_text().splitlines(keepends=True)[:2]) + '{"delivery_')
-            await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "4", "--resume", str(first.folder))
-            assert len(sent.read_text().splitlines()) == 5
-            assert await api.get("/status") == {"current_step": 3, "queue_size": 4}
-            return list((await api.get("/batch"))["batch"])
-
-    groups = asyncio.run(scenario())
+async def test_going_on_with_a_run_sends_only_what_the_trainer_lacks(folder: Path, tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.both(max_token_len=1 << 16, batch_size=8)
+        first = await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "3")
+        sent = first.folder / "deliveries.jsonl"
+        sent.write_text("".join(sent.read_text().splitlines(keepends=True)[:2]) + '{"delivery_')
+        await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "4", "--resume", str(first.folder))
+        assert len(sent.read_text().splitlines()) == 5
+        assert await api.get("/status") == {"current_step": 3, "queue_size": 4}
+        groups = list((await api.get("/batch"))["batch"])
     prompts = [json.dumps(group["tokens"]) for group in groups]
     assert len(set(prompts)) == 4
 
 
 @pytest.mark.slots
-def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, tmp_path: Path) -> None:
+async def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, tmp_path: Path) -> None:
     """Twelve groups of one may be under way or wait. Thirty-six have ended, and two more are rolled out."""
 
     async def scenario() -> JSON:
@@ -174,22 +168,19 @@ def test_groups_that_ended_before_take_no_place_of_those_to_come(folder: Path, t
             assert again.exit_code == 0
             return await api.get("/status")
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 120)) == {"current_step": 12, "queue_size": 2}
+    assert await asyncio.wait_for(scenario(), 120) == {"current_step": 12, "queue_size": 2}
 
 
 @pytest.mark.slots
-def test_a_run_that_waits_for_its_trainer_ends_at_once_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+async def test_a_run_that_waits_for_its_trainer_ends_at_once_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
     """Nothing is in flight that would want time to finish."""
-
-    async def scenario() -> RunReport:
-        async with serving() as url:
-            waiting = asyncio.create_task(serve(Naming, folder, tmp_path, url, "--env.drain_s", "600"))
-            while "waiting for the trainer" not in told(tmp_path / "log"):  # noqa: ASYNC110 - a file tells it
-                await asyncio.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return await asyncio.wait_for(waiting, 60)
-
-    assert asyncio.run(scenario()).exit_code == INTERRUPTED
+    async with serving() as url:
+        waiting = asyncio.create_task(serve(Naming, folder, tmp_path, url, "--env.drain_s", "600"))
+        while "waiting for the trainer" not in told(tmp_path / "log"):  # noqa: ASYNC110 - a file tells it
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        result = await asyncio.wait_for(waiting, 60)
+    assert result.exit_code == INTERRUPTED
 
 
 def told(log: Path) -> str:
@@ -221,16 +212,13 @@ def test_what_the_trainer_is_told() -> None:
     assert feed_settings(HermesAgentEnvConfig(wandb_name="mine"), "words").name == "mine"
 
 
-def test_runs_are_tracked_where_their_trainer_is() -> None:
-    async def scenario() -> tuple[dict[str, str], dict[str, str]]:
-        async with serving() as url, Talk(url) as api:
-            before = await trainers_tracking(url)
-            await api.both()
-            found = await trainers_tracking(url)
-        assert await trainers_tracking(url) == {}, "nobody answers there any more"
-        return before, found
-
-    assert asyncio.run(scenario()) == ({}, {"project": "p", "group": "g"})
+async def test_runs_are_tracked_where_their_trainer_is() -> None:
+    async with serving() as url, Talk(url) as api:
+        before = await trainers_tracking(url)
+        await api.both()
+        found = await trainers_tracking(url)
+    assert await trainers_tracking(url) == {}, "nobody answers there any more"
+    assert (before, found) == ({}, {"project": "p", "group": "g"})
 
 
 def test_only_a_user_limits_how_many_groups_are_served() -> None:
@@ -241,13 +229,10 @@ def test_only_a_user_limits_how_many_groups_are_served() -> None:
 
 
 @pytest.mark.slots
-def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
-            await api.both(max_token_len=64, batch_size=8)
-            await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "2")
-
-    asyncio.run(scenario())
+async def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.both(max_token_len=64, batch_size=8)
+        await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "2")
     said = (tmp_path / "log").read_text()
     assert said.count("is not sent: its shortest rollout has") == 1
     assert "the trainer accepts 64. Offer fewer tools (--env.enabled_toolsets)" in said
@@ -295,7 +280,7 @@ def test_what_is_left_of_a_group_must_differ_too(
     assert scores_sent(rollouts, tmp_path) == sent
 
 
-def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> None:
+async def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> None:
     output = new_output(tmp_path)
     notes: list[str] = []
     config = BaseEnvConfig(group_size=2)
@@ -319,16 +304,13 @@ def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Path) -> 
             on_group(Group(group_id=str(number), number=number, task_id="t", trajectories=rollouts))
         return Totals()
 
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
-            await api.both()
-            config.rollout_server_url = url
-            try:
-                await feeding.run(roll_out, lambda group: None)
-            finally:
-                output.close("done")
-
-    asyncio.run(scenario())
+    async with serving() as url, Talk(url) as api:
+        await api.both()
+        config.rollout_server_url = url
+        try:
+            await feeding.run(roll_out, lambda group: None)
+        finally:
+            output.close("done")
     assert [note for note in notes if "not sent" in note] == [
         "group 0 is not sent: its scores are equal (ensure_scores_are_not_same)"
     ]
@@ -358,14 +340,11 @@ def test_a_rollout_in_which_nothing_was_said_does_not_end_the_run(
 
 
 @pytest.mark.slots
-def test_an_environment_is_evaluated_at_the_trainers_steps(folder: Path, tmp_path: Path) -> None:
-    async def scenario() -> RunReport:
-        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
-            both.create_task(train(api, 4))
-            flags = ["--group", "4", "--env.steps_per_eval", "2", "--env.eval_handling", "NONE"]
-            return await serve(Naming, folder, tmp_path, url, *flags)
-
-    report = asyncio.run(scenario())
+async def test_an_environment_is_evaluated_at_the_trainers_steps(folder: Path, tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
+        both.create_task(train(api, 4))
+        flags = ["--group", "4", "--env.steps_per_eval", "2", "--env.eval_handling", "NONE"]
+        report = await serve(Naming, folder, tmp_path, url, *flags)
     assert report.exit_code == 0
     steps = {int(each.name.removeprefix("step-")) for each in (report.folder / "evaluations").iterdir()}
     assert steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,12 +58,12 @@ except palaestra.ConfigError as error:
 
 
 @pytest.mark.slots
-def test_cells_of_a_notebook(tmp_path: Path) -> None:
+async def test_cells_of_a_notebook(tmp_path: Path) -> None:
     async def run() -> list[str]:
         async with notebook(tmp_path) as execute:
             return [await execute(cell) for cell in CELLS]
 
-    _, table, progress, _, sandbox, error = asyncio.run(run())
+    _, table, progress, _, sandbox, error = await run()
     assert "task_id" in table
     assert "1.0" in table
     assert "squares with noop" in progress
@@ -105,23 +104,24 @@ def test_a_frame_without_pandas_names_the_extra(tmp_path: Path) -> None:
     assert "[frame]'" in done.stderr
 
 
-def test_several_servers_share_a_run_and_its_second_part(tmp_path: Path) -> None:
-    async def scenario() -> tuple[palaestra.Run, int, int, int]:
-        answer = FakeAnswer(completion("Done."))
-        async with LoopbackServer(answer) as first, LoopbackServer(answer) as second:
-            servers = [palaestra.APIServerConfig(base_url=each.url, model_name="m") for each in (first, second)]
-            groups = palaestra.stream(words(n=20), server=servers, folder=tmp_path, concurrency=2, group_size=2)
-            async for _ in groups:
-                break
-            await groups.aclose()
-            stopped = palaestra.open_run(root=tmp_path)
-            kept = len(stopped.groups)
-            run = await palaestra.run(
-                words(n=20), server=servers, resume=stopped.path, concurrency=2, group_size=2, folder=tmp_path
-            )
-            return run, kept, *(sum(each.method == "POST" for each in server.seen) for server in (first, second))
-
-    run, kept, first, second = asyncio.run(scenario())
+async def test_several_servers_share_a_run_and_its_second_part(tmp_path: Path) -> None:
+    answer = FakeAnswer(completion("Done."))
+    async with LoopbackServer(answer) as first, LoopbackServer(answer) as second:
+        servers = [palaestra.APIServerConfig(base_url=each.url, model_name="m") for each in (first, second)]
+        groups = palaestra.stream(words(n=20), server=servers, folder=tmp_path, concurrency=2, group_size=2)
+        async for _ in groups:
+            break
+        await groups.aclose()
+        stopped = palaestra.open_run(root=tmp_path)
+        kept = len(stopped.groups)
+        run = await palaestra.run(
+            words(n=20), server=servers, resume=stopped.path, concurrency=2, group_size=2, folder=tmp_path
+        )
+        run, kept, first, second = (
+            run,
+            kept,
+            *(sum(each.method == "POST" for each in server.seen) for server in (first, second)),
+        )
     assert len(run.trajectories) == 40
     assert len(palaestra.list_runs(tmp_path)) == 1
     assert 1 <= kept < 20

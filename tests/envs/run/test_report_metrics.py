@@ -83,8 +83,8 @@ async def told(environment: Figured, rewards: list[float], **options: object) ->
     return heard
 
 
-def test_trackers_hear_of_the_latest_groups_and_then_of_the_whole() -> None:
-    heard = asyncio.run(told(Figured(), [0.0, 1.0, 1.0, 1.0, 0.0], every=2))
+async def test_trackers_hear_of_the_latest_groups_and_then_of_the_whole() -> None:
+    heard = await told(Figured(), [0.0, 1.0, 1.0, 1.0, 0.0], every=2)
     means = [(step, numbers.get("train/reward/mean"), numbers.get("train/own")) for step, numbers in heard.logged]
     assert means == [(2, 0.5, 5.0), (4, 1.0, 5.0), (5, None, None)]
     assert heard.logged[0][1]["train/tool_errors_count"] == 0
@@ -93,15 +93,17 @@ def test_trackers_hear_of_the_latest_groups_and_then_of_the_whole() -> None:
     assert heard.closed
 
 
-def test_a_resumed_run_does_not_tell_again() -> None:
-    heard = asyncio.run(told(Figured(), [0.0, 0.0, 1.0], known={0, 1}))
+async def test_a_resumed_run_does_not_tell_again() -> None:
+    heard = await told(Figured(), [0.0, 0.0, 1.0], known={0, 1})
     assert [(step, numbers.get("train/reward/mean")) for step, numbers in heard.logged] == [(3, 1.0), (3, None)]
 
 
-def test_figures_of_the_environments_own_that_fail_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_figures_of_the_environments_own_that_fail_are_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     environment = Figured()
     environment.broken = True
-    heard = asyncio.run(told(environment, [1.0, 1.0]))
+    heard = await told(environment, [1.0, 1.0])
     assert [step for step, _ in heard.logged] == [1, 2, 2]
     (record,) = caplog.records
     assert "sums failed with ZeroDivisionError" in record.message
@@ -130,7 +132,7 @@ async def fine(task):
 
 @pytest.mark.slots
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
-def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
+async def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from palaestra.envs.discovery import load_environment
@@ -142,7 +144,7 @@ def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
     parsed = line.parse(["process", "--policy", "oracle", "--env.use_trackio", "true"], {})
     assert isinstance(parsed, Parsed)
     stream = io.StringIO()
-    report: RunReport = asyncio.run(run(form, parsed, stream=stream))
+    report: RunReport = await run(form, parsed, stream=stream)
     assert report.exit_code == 0
     assert stream.getvalue().count("trackio was requested but is not installed") == 1
     lines = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]

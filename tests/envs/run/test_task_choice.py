@@ -3,7 +3,6 @@ command, and a resumed run plays what was chosen."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterable
@@ -69,8 +68,8 @@ async def _ids(words: Iterable[str], source: Iterable[str], limit: int = 20) -> 
         (["9*"], map(str, itertools.count()), ["9", *(str(n) for n in range(90, 100)), *map(str, range(900, 909))]),
     ],
 )
-def test_a_word_is_an_id_or_a_pattern(words: list[str], source: Iterable[str], wanted: list[str]) -> None:
-    assert asyncio.run(_ids(words, source)) == wanted
+async def test_a_word_is_an_id_or_a_pattern(words: list[str], source: Iterable[str], wanted: list[str]) -> None:
+    assert await _ids(words, source) == wanted
 
 
 @pytest.mark.parametrize(
@@ -84,16 +83,16 @@ def test_a_word_is_an_id_or_a_pattern(words: list[str], source: Iterable[str], w
         (["a"], "", "it has no tasks"),
     ],
 )
-def test_a_word_that_matches_nothing_is_reported_before_anything_is_played(
+async def test_a_word_that_matches_nothing_is_reported_before_anything_is_played(
     words: list[str], source: Iterable[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said.replace("*", "\\*").replace("?", "\\?")):
-        asyncio.run(_ids(words, source))
+        await _ids(words, source)
 
 
-def test_a_large_set_is_not_read_to_its_end() -> None:
+async def test_a_large_set_is_not_read_to_its_end() -> None:
     read = itertools.count()
-    assert asyncio.run(_ids(["t5"], (f"t{next(read)}" for _ in iter(int, 1)))) == ["t5"]
+    assert await _ids(["t5"], (f"t{next(read)}" for _ in iter(int, 1))) == ["t5"]
     assert next(read) < 10
 
 

@@ -234,58 +234,46 @@ class TestSSH(BackendConformance):
         status, text = await run_command(["pkill", "-KILL", "-P", str(self.daemon)], 20)
         assert status == 0, text
 
-    def test_a_host_may_have_a_port(self) -> None:
+    async def test_a_host_may_have_a_port(self) -> None:
         at = self.options.index("-p")
         options, port = [*self.options[:at], *self.options[at + 2 :]], self.options[at + 1]
+        async with SSHBackend([f"127.0.0.1:{port}"], options=options) as backend:
+            slot = await backend.create(SlotSpec(), "t")
+            assert (await slot.execute("echo here")).output.strip() == "here"
 
-        async def main() -> None:
-            async with SSHBackend([f"127.0.0.1:{port}"], options=options) as backend:
-                slot = await backend.create(SlotSpec(), "t")
-                assert (await slot.execute("echo here")).output.strip() == "here"
-
-        asyncio.run(main())
-
-    def test_a_login_that_fails_is_named_with_the_command_that_repeats_it(self) -> None:
+    async def test_a_login_that_fails_is_named_with_the_command_that_repeats_it(self) -> None:
         key = self.options[self.options.index("-i") + 1]
         options = ["/no/such/key" if word == key else word for word in self.options]
+        with pytest.raises(ConfigError) as caught:
+            await SSHBackend(["127.0.0.1"], options=options).start()
+        assert shlex.join(["ssh", *options, "127.0.0.1", "python3", "-V"]) in str(caught.value)
 
-        async def main() -> None:
-            with pytest.raises(ConfigError) as caught:
-                await SSHBackend(["127.0.0.1"], options=options).start()
-            assert shlex.join(["ssh", *options, "127.0.0.1", "python3", "-V"]) in str(caught.value)
-
-        asyncio.run(main())
-
-    def test_a_place_ends_by_itself_when_the_network_to_it_fails(self) -> None:
+    async def test_a_place_ends_by_itself_when_the_network_to_it_fails(self) -> None:
         """A connection that hangs is closed by nobody for hours; here `ssh` itself hangs."""
-
-        async def main() -> None:
-            backend = SSHBackend(["127.0.0.1"], options=self.options)
-            backend.silence_s, backend.gone_s = 2.0, 4.0
-            _, before = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
-            async with backend:
-                slot = await backend.create(SlotSpec(), "t")
-                await slot.spawn(f"sleep {os.getpid()}.5")
-                alive = ["pgrep", "-f", f"^sleep {os.getpid()}.5"]
-                for _ in range(100):  # the process gets its name only after it has begun
-                    if (await run_command(alive, 20))[0] == 0:
-                        break
-                    await asyncio.sleep(0.1)
-                else:
-                    pytest.fail("the process did not start")
-                _, after = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
-                (ssh,) = set(after.split()) - set(before.split())
-                os.kill(int(ssh), signal.SIGSTOP)
-                try:
-                    for _ in range(200):
-                        if (await run_command(alive, 20))[0] != 0:
-                            return
-                        await asyncio.sleep(0.2)
-                    pytest.fail("the slot outlives the connection")
-                finally:
-                    os.kill(int(ssh), signal.SIGCONT)
-
-        asyncio.run(main())
+        backend = SSHBackend(["127.0.0.1"], options=self.options)
+        backend.silence_s, backend.gone_s = 2.0, 4.0
+        _, before = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
+        async with backend:
+            slot = await backend.create(SlotSpec(), "t")
+            await slot.spawn(f"sleep {os.getpid()}.5")
+            alive = ["pgrep", "-f", f"^sleep {os.getpid()}.5"]
+            for _ in range(100):  # the process gets its name only after it has begun
+                if (await run_command(alive, 20))[0] == 0:
+                    break
+                await asyncio.sleep(0.1)
+            else:
+                pytest.fail("the process did not start")
+            _, after = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
+            (ssh,) = set(after.split()) - set(before.split())
+            os.kill(int(ssh), signal.SIGSTOP)
+            try:
+                for _ in range(200):
+                    if (await run_command(alive, 20))[0] != 0:
+                        return
+                    await asyncio.sleep(0.2)
+                pytest.fail("the slot outlives the connection")
+            finally:
+                os.kill(int(ssh), signal.SIGCONT)
 
     def test_keys_and_ports_of_this_machine_stay_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whatever the user's own configuration forwards: commands of a slot at `none` are the user of the login."""

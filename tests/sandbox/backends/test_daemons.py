@@ -59,7 +59,7 @@ def kill(daemon: Docker) -> None:
             subprocess.run(["umount", "--lazy", place], check=False)
 
 
-def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: Path) -> None:
+async def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: Path) -> None:
     root = make_python_root(tmp_path / "root")
     (tmp_path / "there_env.py").write_text(ENVIRONMENT)
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: 
             _, log = await reading
             return run.returncode or 0, log.decode()
 
-        code, log = asyncio.run(main())
+        code, log = await main()
     assert code == 0, log[-3000:]
     (lines,) = (tmp_path / "runs").rglob("groups.jsonl")
     scores = [json.loads(line)["scores"] for line in lines.read_text().splitlines()]
@@ -98,7 +98,7 @@ def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: 
     assert "slots in modal: " in log
 
 
-def test_the_restart_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: Path) -> None:
+async def test_the_restart_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: Path) -> None:
     root = make_python_root(tmp_path / "root")
     (tmp_path / "there_env.py").write_text(ENVIRONMENT)
     with docker() as daemon:
@@ -119,7 +119,7 @@ def test_the_restart_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path
             _, log = await reading
             return run.returncode or 0, log.decode()
 
-        code, log = asyncio.run(main())
+        code, log = await main()
     (lines,) = (tmp_path / "runs").rglob("groups.jsonl")
     scores = [json.loads(line)["scores"] for line in lines.read_text().splitlines()]
     assert code == 0, log[-3000:]

@@ -90,57 +90,46 @@ def test_an_image_by_path_is_the_root_of_slots_which_can_change_it(daemon: Docke
     asyncio.run(main())
 
 
-def test_a_folder_with_a_dockerfile_is_built(daemon: Docker, tmp_path: Path) -> None:
+async def test_a_folder_with_a_dockerfile_is_built(daemon: Docker, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY mark /srv/mark\n")
     (tmp_path / "mark").write_text("built\n")
-
-    async def main() -> None:
-        async with backend(daemon) as slots:
-            slot = await slots.create(SlotSpec(image=str(tmp_path)), "t")
-            assert (await slot.execute("cat /srv/mark; echo x > /srv/mark")).output == "built\n"
-        (tmp_path / "Dockerfile").write_text("FROM palaestra-no-such-image:1\n")
-        async with backend(daemon) as slots:
-            with pytest.raises(ImageError, match="palaestra-no-such-image"):
-                await slots.create(SlotSpec(image=str(tmp_path)), "t")
-
-    asyncio.run(main())
+    async with backend(daemon) as slots:
+        slot = await slots.create(SlotSpec(image=str(tmp_path)), "t")
+        assert (await slot.execute("cat /srv/mark; echo x > /srv/mark")).output == "built\n"
+    (tmp_path / "Dockerfile").write_text("FROM palaestra-no-such-image:1\n")
+    async with backend(daemon) as slots:
+        with pytest.raises(ImageError, match="palaestra-no-such-image"):
+            await slots.create(SlotSpec(image=str(tmp_path)), "t")
 
 
-def test_an_image_by_path_needs_rights_and_a_daemon_of_this_machine(daemon: Docker, root: Path) -> None:
-    async def main() -> None:
-        async with backend(daemon, privileged=False) as slots:
-            with pytest.raises(ConfigError, match="docker_privileged"):
-                await slots.create(SlotSpec(image=str(root)), "t")
-        far = DockerBackend(IMAGE, hosts=["tcp://far:2375"], options=ContainerOptions(privileged=True))
-        with pytest.raises(ConfigError, match="another machine"):
-            await far.create(SlotSpec(image=str(root)), "t")
-
-    asyncio.run(main())
+async def test_an_image_by_path_needs_rights_and_a_daemon_of_this_machine(daemon: Docker, root: Path) -> None:
+    async with backend(daemon, privileged=False) as slots:
+        with pytest.raises(ConfigError, match="docker_privileged"):
+            await slots.create(SlotSpec(image=str(root)), "t")
+    far = DockerBackend(IMAGE, hosts=["tcp://far:2375"], options=ContainerOptions(privileged=True))
+    with pytest.raises(ConfigError, match="another machine"):
+        await far.create(SlotSpec(image=str(root)), "t")
 
 
-def test_a_trajectory_has_the_image_that_is_registered_for_it(daemon: Docker, tmp_path: Path) -> None:
+async def test_a_trajectory_has_the_image_that_is_registered_for_it(daemon: Docker, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY Dockerfile /etc/mine\n")
-
-    async def main() -> None:
-        await build_docker_image(tmp_path, "mine:1", host=daemon.address)
-        assert await docker_image_exists("mine:1", host=daemon.address)
-        assert not await docker_image_exists("mine:2", host=daemon.address)
-        await build_docker_image(tmp_path / "Dockerfile", "mine:2", host=daemon.address)
-        assert await docker_image_exists("mine:2", host=daemon.address)
-        tools = DockerDirectBackend(backend(daemon, privileged=False))
-        await tools.start()
-        try:
-            tools.register_image("t1", "mine:1")
-            one, two = await tools.acquire("t1"), await tools.acquire("t2")
-            calls = [(slot, "bash", {"command": "ls /etc/mine"}) for slot in (one, two)]
-            assert [each.success for each in await tools.execute_batch(calls)] == [True, False]
-            await tools.release(one)
-            again = await tools.acquire("t1")
-            assert (await again.execute("ls /etc/mine")).exit_code != 0
-        finally:
-            await tools.stop()
-
-    asyncio.run(main())
+    await build_docker_image(tmp_path, "mine:1", host=daemon.address)
+    assert await docker_image_exists("mine:1", host=daemon.address)
+    assert not await docker_image_exists("mine:2", host=daemon.address)
+    await build_docker_image(tmp_path / "Dockerfile", "mine:2", host=daemon.address)
+    assert await docker_image_exists("mine:2", host=daemon.address)
+    tools = DockerDirectBackend(backend(daemon, privileged=False))
+    await tools.start()
+    try:
+        tools.register_image("t1", "mine:1")
+        one, two = await tools.acquire("t1"), await tools.acquire("t2")
+        calls = [(slot, "bash", {"command": "ls /etc/mine"}) for slot in (one, two)]
+        assert [each.success for each in await tools.execute_batch(calls)] == [True, False]
+        await tools.release(one)
+        again = await tools.acquire("t1")
+        assert (await again.execute("ls /etc/mine")).exit_code != 0
+    finally:
+        await tools.stop()
 
 
 @pytest.mark.parametrize("answer", ["429-toomanyrequests", "404-manifest_unknown", "403-denied", "nobody"])

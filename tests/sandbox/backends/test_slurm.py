@@ -5,7 +5,6 @@ Without Debian's packages munge, slurmctld, slurmd and slurm-client, these tests
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -140,22 +139,18 @@ class TestSlurm(BackendConformance):
         status, text = await run_command(["scancel", "--signal=KILL", step], 20)
         assert status == 0, text
 
-    def test_the_nodes_of_the_allocation_share_the_slots(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_the_nodes_of_the_allocation_share_the_slots(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SLURM_JOB_ID", self.job)
         monkeypatch.setenv("API_KEY", "secret")
-
-        async def main() -> None:
-            async with make_backend("slurm", HermesAgentEnvConfig(slurm_slots_per_node=4)) as backend:
-                slots = [await backend.create(SlotSpec(), f"t{number}") for number in range(6)]
-                stats = backend.stats()
-                assert (stats["containers"], stats["slots"]) == (2, 6)
-                assert "secret" not in (await slots[0].execute("env")).output
-                listed = await run_command(["squeue", "--steps", "--noheader", "--format=%N", f"--jobs={self.job}"], 20)
-                assert set(NODES) <= set(listed[1].split())
-                for slot in slots:
-                    await backend.destroy(slot)
-
-        asyncio.run(main())
+        async with make_backend("slurm", HermesAgentEnvConfig(slurm_slots_per_node=4)) as backend:
+            slots = [await backend.create(SlotSpec(), f"t{number}") for number in range(6)]
+            stats = backend.stats()
+            assert (stats["containers"], stats["slots"]) == (2, 6)
+            assert "secret" not in (await slots[0].execute("env")).output
+            listed = await run_command(["squeue", "--steps", "--noheader", "--format=%N", f"--jobs={self.job}"], 20)
+            assert set(NODES) <= set(listed[1].split())
+            for slot in slots:
+                await backend.destroy(slot)
 
     def test_a_job_that_does_not_run_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)

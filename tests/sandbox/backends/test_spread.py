@@ -70,58 +70,49 @@ class TestSpread(BackendConformance):
         return SpreadBackend([Here("a", slots=4)], overflow=[Here("b", slots=4)])
 
 
-def test_hosts_fill_evenly() -> None:
-    async def main() -> None:
-        backend = Here("a", "b", "c", slots=64)
-        try:
-            slots = [await backend.create(SlotSpec(), f"task-{number}") for number in range(7)]
-            assert sorted(backend.taken().values()) == [2, 2, 3]
-            for slot in slots[:5]:
-                await backend.destroy(slot)
-            slots += [await backend.create(SlotSpec(), f"later-{number}") for number in range(4)]
-            assert backend.taken() == {"a": 2, "b": 2, "c": 2}
-        finally:
-            await backend.aclose()
-
-    asyncio.run(main())
+async def test_hosts_fill_evenly() -> None:
+    backend = Here("a", "b", "c", slots=64)
+    try:
+        slots = [await backend.create(SlotSpec(), f"task-{number}") for number in range(7)]
+        assert sorted(backend.taken().values()) == [2, 2, 3]
+        for slot in slots[:5]:
+            await backend.destroy(slot)
+        slots += [await backend.create(SlotSpec(), f"later-{number}") for number in range(4)]
+        assert backend.taken() == {"a": 2, "b": 2, "c": 2}
+    finally:
+        await backend.aclose()
 
 
-def test_slots_go_where_there_is_most_room_and_over_the_rest_last() -> None:
-    async def main() -> None:
-        own, small, over = Here("a", "b", slots=2), Here("c", slots=1), Here("d", slots=4)
-        async with SpreadBackend([own, small], [over]) as backend:
-            assert backend.capacity == 9
-            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(5)]
-            assert (own.taken(), small.taken(), over.taken()) == ({"a": 2, "b": 2}, {"c": 1}, {})
-            assert over.started == []
-            slots += [await backend.create(SlotSpec(), "more")]
-            assert over.taken() == {"d": 1}
-            assert len({slot.epoch for slot in slots}) == 6
-            await backend.destroy(slots[0])
-            await backend.create(SlotSpec(), "again")
-            assert over.taken() == {"d": 1}
-            assert backend.stats()["slots"] == 6
-
-    asyncio.run(main())
+async def test_slots_go_where_there_is_most_room_and_over_the_rest_last() -> None:
+    own, small, over = Here("a", "b", slots=2), Here("c", slots=1), Here("d", slots=4)
+    async with SpreadBackend([own, small], [over]) as backend:
+        assert backend.capacity == 9
+        slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(5)]
+        assert (own.taken(), small.taken(), over.taken()) == ({"a": 2, "b": 2}, {"c": 1}, {})
+        assert over.started == []
+        slots += [await backend.create(SlotSpec(), "more")]
+        assert over.taken() == {"d": 1}
+        assert len({slot.epoch for slot in slots}) == 6
+        await backend.destroy(slots[0])
+        await backend.create(SlotSpec(), "again")
+        assert over.taken() == {"d": 1}
+        assert backend.stats()["slots"] == 6
 
 
-def test_a_backend_or_host_that_fails_is_left_out() -> None:
-    async def main() -> None:
-        one, two = Here("a", "b"), Here("c", slots=4)
-        async with SpreadBackend([one, two]) as backend:
-            first = await backend.create(SlotSpec(), "t")
-            one.kill("a")
-            one.kill("b")
-            for number in range(3):
-                slot = await backend.create(SlotSpec(), f"t{number}")
-                assert (await slot.execute("true")).exit_code == 0
-            assert two.taken()["c"] >= 3
-            await backend.destroy(first)
-
-    asyncio.run(main())
+async def test_a_backend_or_host_that_fails_is_left_out() -> None:
+    one, two = Here("a", "b"), Here("c", slots=4)
+    async with SpreadBackend([one, two]) as backend:
+        first = await backend.create(SlotSpec(), "t")
+        one.kill("a")
+        one.kill("b")
+        for number in range(3):
+            slot = await backend.create(SlotSpec(), f"t{number}")
+            assert (await slot.execute("true")).exit_code == 0
+        assert two.taken()["c"] >= 3
+        await backend.destroy(first)
 
 
-def test_a_group_is_on_one_backend() -> None:
+async def test_a_group_is_on_one_backend() -> None:
     def member(number: int) -> SlotSpec:
         return SlotSpec(group=GroupAddress("a", number, 5))
 
@@ -142,43 +133,37 @@ def test_a_group_is_on_one_backend() -> None:
             await backend.destroy(lead)
             await backend.destroy(await backend.create(member(5), "the first of a new group", elsewhere))
 
-    asyncio.run(main())
+    await main()
 
 
-def test_without_any_backend_the_start_fails() -> None:
-    async def main() -> None:
-        one, two = Here("a"), Here("b")
-        one.broken, two.broken = {"a"}, {"b"}
-        with pytest.raises(ConfigError, match="a is broken"):
-            await SpreadBackend([one, two]).start()
-        async with SpreadBackend([one, Here("c")]) as backend:
-            await backend.create(SlotSpec(), "t")
-        with pytest.raises(ConfigError, match="b is broken"):
-            await SpreadBackend([Here("c")], [two]).start()
-
-    asyncio.run(main())
+async def test_without_any_backend_the_start_fails() -> None:
+    one, two = Here("a"), Here("b")
+    one.broken, two.broken = {"a"}, {"b"}
+    with pytest.raises(ConfigError, match="a is broken"):
+        await SpreadBackend([one, two]).start()
+    async with SpreadBackend([one, Here("c")]) as backend:
+        await backend.create(SlotSpec(), "t")
+    with pytest.raises(ConfigError, match="b is broken"):
+        await SpreadBackend([Here("c")], [two]).start()
 
 
-def test_a_drained_host_gets_no_new_slots_and_ends_when_it_is_idle(tmp_path: Path) -> None:
-    async def main() -> None:
-        backend = Here("a", "b")
-        backend.hosts.drain_file = tmp_path / "drained"
-        async with backend:
-            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(4)]
-            assert backend.taken() == {"a": 2, "b": 2}
-            backend.hosts.drain_file.write_text("a\n")
-            for slot in slots:
-                assert (await slot.execute("true")).exit_code == 0
-                await backend.destroy(slot)
-            assert {place.spec.host for place in backend._places.by_number.values()} == {"b"}
-            again = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
-            assert backend.taken() == {"b": 2}
-            backend.hosts.drain_file.write_text("a b")
-            with pytest.raises(SandboxError, match="drained"):
-                await backend.create(SlotSpec(), "none left")
-            assert len(again) == 2
-
-    asyncio.run(main())
+async def test_a_drained_host_gets_no_new_slots_and_ends_when_it_is_idle(tmp_path: Path) -> None:
+    backend = Here("a", "b")
+    backend.hosts.drain_file = tmp_path / "drained"
+    async with backend:
+        slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(4)]
+        assert backend.taken() == {"a": 2, "b": 2}
+        backend.hosts.drain_file.write_text("a\n")
+        for slot in slots:
+            assert (await slot.execute("true")).exit_code == 0
+            await backend.destroy(slot)
+        assert {place.spec.host for place in backend._places.by_number.values()} == {"b"}
+        again = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
+        assert backend.taken() == {"b": 2}
+        backend.hosts.drain_file.write_text("a b")
+        with pytest.raises(SandboxError, match="drained"):
+            await backend.create(SlotSpec(), "none left")
+        assert len(again) == 2
 
 
 def test_slots_that_share_a_place_without_isolation_are_refused() -> None:
@@ -259,60 +244,50 @@ def test_starts_at_a_time_are_counted_over_all_processes(tmp_path: Path) -> None
     assert all(sum(other[0] <= begin < other[1] for other in times) <= 2 for begin, _ in times)
 
 
-def test_a_provider_that_says_too_many_slows_all_starts_until_they_succeed(tmp_path: Path) -> None:
-    async def main() -> None:
-        one, two = (CreationGate("g", folder=tmp_path) for _ in range(2))
-        async with two.entered():
-            pass
-        assert await one.throttled(0.5) == 1.0
-        begun = time.monotonic()
-        async with two.entered():
-            assert 0.9 < time.monotonic() - begun < 5
-        begun = time.monotonic()
-        async with two.entered():
-            pass
-        async with two.entered():
-            assert time.monotonic() - begun < 4
-        assert await one.throttled() >= 1.0
-
-    asyncio.run(main())
+async def test_a_provider_that_says_too_many_slows_all_starts_until_they_succeed(tmp_path: Path) -> None:
+    one, two = (CreationGate("g", folder=tmp_path) for _ in range(2))
+    async with two.entered():
+        pass
+    assert await one.throttled(0.5) == 1.0
+    begun = time.monotonic()
+    async with two.entered():
+        assert 0.9 < time.monotonic() - begun < 5
+    begun = time.monotonic()
+    async with two.entered():
+        pass
+    async with two.entered():
+        assert time.monotonic() - begun < 4
+    assert await one.throttled() >= 1.0
 
 
-def test_what_containers_were_used_and_their_price_is_counted() -> None:
-    async def main() -> None:
-        one, two = Here("a", slots=1), Here("b", slots=1)
-        two.name = "there"
-        async with SpreadBackend([one, two]) as backend:
-            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
-            one.kill("a")
-            for slot in slots:
-                await backend.destroy(slot)
-            used = slot_usage(backend.stats(), {"here": 3600.0})
-        assert (used["slots/here/begun"], used["slots/there/begun"]) == (1, 1)
-        assert used["slots/cost"] == used["slots/here/cost"] > 0
-        assert 0 < used["slots/there/hours"] < 0.1
-        assert "slots/there/cost" not in used
-        ended = slot_usage(backend.stats(), {})
-        assert ended["slots/here/hours"] >= used["slots/here/hours"]
-
-    asyncio.run(main())
+async def test_what_containers_were_used_and_their_price_is_counted() -> None:
+    one, two = Here("a", slots=1), Here("b", slots=1)
+    two.name = "there"
+    async with SpreadBackend([one, two]) as backend:
+        slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
+        one.kill("a")
+        for slot in slots:
+            await backend.destroy(slot)
+        used = slot_usage(backend.stats(), {"here": 3600.0})
+    assert (used["slots/here/begun"], used["slots/there/begun"]) == (1, 1)
+    assert used["slots/cost"] == used["slots/here/cost"] > 0
+    assert 0 < used["slots/there/hours"] < 0.1
+    assert "slots/there/cost" not in used
+    ended = slot_usage(backend.stats(), {})
+    assert ended["slots/here/hours"] >= used["slots/here/hours"]
     assert slot_usage({"backend": "local", "slots": 3}, {"local": 1.0}) == {}
 
 
 @pytest.mark.parametrize("made_as", ["open", "link"])
-def test_a_folder_that_another_user_could_write_is_refused(tmp_path: Path, made_as: str) -> None:
+async def test_a_folder_that_another_user_could_write_is_refused(tmp_path: Path, made_as: str) -> None:
     folder = tmp_path / "gates"
     if made_as == "open":
         folder.mkdir()
         folder.chmod(0o777)
     else:
         folder.symlink_to(tmp_path)
-
-    async def main() -> None:
-        gate = CreationGate("cloud", per_s=1.0, folder=folder)
-        with pytest.raises(ConfigError, match="gates"):
-            async with gate.entered():
-                pass
-
-    asyncio.run(main())
+    gate = CreationGate("cloud", per_s=1.0, folder=folder)
+    with pytest.raises(ConfigError, match="gates"):
+        async with gate.entered():
+            pass
     assert not list(tmp_path.glob("cloud*"))

@@ -118,10 +118,10 @@ def test_commands_for_an_agent_without_a_terminal_are_the_tasks_fault() -> None:
     assert [name for name, _ in ran] == ["write_file"]
 
 
-def test_the_oracle_without_a_task_says_so() -> None:
+async def test_the_oracle_without_a_task_says_so() -> None:
     engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="oracle"))
     with pytest.raises(TaskError, match=r"oracle.*does not belong to"):
-        asyncio.run(engine.chat_completion(messages=[]))
+        await engine.chat_completion(messages=[])
 
 
 def test_noop_does_nothing() -> None:

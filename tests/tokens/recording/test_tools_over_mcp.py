@@ -156,7 +156,7 @@ def test_any_message_is_answered(body: JSON, status: int, code: int | None) -> N
     served(use)
 
 
-def test_calls_are_bounded_and_end_with_the_rollout() -> None:
+async def test_calls_are_bounded_and_end_with_the_rollout() -> None:
     begun, cancelled = asyncio.Event(), asyncio.Event()
 
     async def never(name: str, arguments: str) -> ToolOutcome:
@@ -167,20 +167,17 @@ def test_calls_are_bounded_and_end_with_the_rollout() -> None:
             cancelled.set()
         raise AssertionError
 
-    async def main() -> None:
-        server = ManagedChat(ToyEngine(TOKENIZER, iter(["hi"])), FORMAT, "hermes")
-        conversations = Conversations(server, limits=CallLimits(concurrent=1, text_bytes=1000))
-        async with RecordingEndpoint() as endpoint:
-            with endpoint.open(conversations, McpTools(RUNTIME.registry.definitions(), never)) as here:
-                call = asks("tools/call", name="forecast", arguments={"city": "x" * 2000})
-                assert (await sent(here.tools_url, here.key, call))[0] == 413
-                call["params"]["arguments"] = {"city": "x"}
-                waiting = asyncio.create_task(sent(here.tools_url, here.key, call))
-                await begun.wait()
-                assert (await sent(here.tools_url, here.key, call))[0] == 429
-            await asyncio.wait_for(cancelled.wait(), 10)
-            with pytest.raises(aiohttp.ClientError):
-                await asyncio.wait_for(waiting, 10)
-            assert (await sent(here.tools_url, here.key, call))[0] == 401
-
-    asyncio.run(main())
+    server = ManagedChat(ToyEngine(TOKENIZER, iter(["hi"])), FORMAT, "hermes")
+    conversations = Conversations(server, limits=CallLimits(concurrent=1, text_bytes=1000))
+    async with RecordingEndpoint() as endpoint:
+        with endpoint.open(conversations, McpTools(RUNTIME.registry.definitions(), never)) as here:
+            call = asks("tools/call", name="forecast", arguments={"city": "x" * 2000})
+            assert (await sent(here.tools_url, here.key, call))[0] == 413
+            call["params"]["arguments"] = {"city": "x"}
+            waiting = asyncio.create_task(sent(here.tools_url, here.key, call))
+            await begun.wait()
+            assert (await sent(here.tools_url, here.key, call))[0] == 429
+        await asyncio.wait_for(cancelled.wait(), 10)
+        with pytest.raises(aiohttp.ClientError):
+            await asyncio.wait_for(waiting, 10)
+        assert (await sent(here.tools_url, here.key, call))[0] == 401

@@ -144,12 +144,12 @@ def test_lists_of_parts_are_their_text_and_no_other_thing_is_shown_to_the_model(
         ),
     ],
 )  # fmt: skip
-def test_calls_have_the_ids_that_the_family_wants(parser: str, reply: str, ids: list[str]) -> None:
+async def test_calls_have_the_ids_that_the_family_wants(parser: str, reply: str, ids: list[str]) -> None:
     """Mistral's template refuses others; Kimi's model is told by the id that it gave which call a result answers."""
     check_id = "'' if ID | length == 9 else raise_exception('ids have nine letters')" if parser == "mistral" else "''"
     template = re.sub(r"IDS\('([\w.]+)'\)", lambda found: f"({check_id.replace('ID', found[1])})", WITH_IDS)
     chat = ManagedChat(toy(reply, reply, "done"), ChatFormat(TOKENIZER, template), parser, clock=ManualClock())
-    messages = asyncio.run(talk(chat, 3, tools=[TERMINAL]))
+    messages = await talk(chat, 3, tools=[TERMINAL])
     asked = [
         [call["id"] for call in message.get("tool_calls", ())] for message in messages[1::2] if "tool_calls" in message
     ]
@@ -162,9 +162,9 @@ def test_calls_have_the_ids_that_the_family_wants(parser: str, reply: str, ids: 
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["end token returned", "end token stripped"])
-def test_a_conversation_with_tools_is_one_row_as_the_template_writes_it(ends: bool) -> None:
+async def test_a_conversation_with_tools_is_one_row_as_the_template_writes_it(ends: bool) -> None:
     chat = managed(toy("I look.\n" + CALL, "it is file.txt", rate=0.5, ends=ends))
-    messages = asyncio.run(talk(chat, 2, tools=[TERMINAL]))
+    messages = await talk(chat, 2, tools=[TERMINAL])
     (row,) = chat.ledger.rows()
     call = {"function": {"name": "terminal", "arguments": {"command": "ls"}}}
     history = [messages[0], {**messages[1], "tool_calls": [call]}, *messages[2:4]]
@@ -176,7 +176,7 @@ def test_a_conversation_with_tools_is_one_row_as_the_template_writes_it(ends: bo
     check(chat)
 
 
-def test_the_engine_is_given_the_ledger_and_what_is_new() -> None:
+async def test_the_engine_is_given_the_ledger_and_what_is_new() -> None:
     asked: list[list[int]] = []
 
     class Listening(ToyEngine):
@@ -185,7 +185,7 @@ def test_the_engine_is_given_the_ledger_and_what_is_new() -> None:
             return await super().generate(input_ids, sampling)
 
     chat = managed(Listening(TOKENIZER, iter(["hello there", "the answer", "is 42"]), rate=1.0))
-    asyncio.run(talk(chat, 3))
+    await talk(chat, 3)
     tokens = chat.ledger.rows()[0].tokens
     assert all(tokens[: len(prompt)] == prompt for prompt in asked)
     assert tokens != TOKENIZER.encode(text_of(chat)), "the engine should have written non-canonical tokens"
@@ -206,18 +206,13 @@ class Listening:
         return getattr(TOKENIZER, name)
 
 
-def test_only_what_is_new_is_encoded_and_never_what_was_sampled() -> None:
+async def test_only_what_is_new_is_encoded_and_never_what_was_sampled() -> None:
     tokenizer = Listening()
     replies = [f"unlike any other {number}\n{CALL}" for number in range(40)]
     chat = managed(toy(*replies, rate=0.2), chat_format=ChatFormat(tokenizer))
-
-    async def go() -> int:
-        messages = await talk(chat, 1, tools=[TERMINAL])
-        before = len(tokenizer.encoded)
-        await talk(chat, 39, messages, tools=[TERMINAL])
-        return before
-
-    before = asyncio.run(go())
+    messages = await talk(chat, 1, tools=[TERMINAL])
+    before = len(tokenizer.encoded)
+    await talk(chat, 39, messages, tools=[TERMINAL])
     per_turn = tokenizer.encoded[before:]
     assert len(per_turn) == 39
     assert not any("unlike any other" in text for text in per_turn)
@@ -225,15 +220,11 @@ def test_only_what_is_new_is_encoded_and_never_what_was_sampled() -> None:
     check(chat)
 
 
-def test_a_reply_cut_by_length_stays_cut_and_the_conversation_goes_on() -> None:
+async def test_a_reply_cut_by_length_stays_cut_and_the_conversation_goes_on() -> None:
     chat = managed(toy("hello there world", "ok"))
-
-    async def go() -> tuple[ChatCompletion, ChatCompletion]:
-        first = await chat.chat_completion(messages=HI, max_tokens=2)
-        messages = [*HI, said(first), {"role": "user", "content": "what"}]
-        return first, await chat.chat_completion(messages=messages)
-
-    first, second = asyncio.run(go())
+    first = await chat.chat_completion(messages=HI, max_tokens=2)
+    messages = [*HI, said(first), {"role": "user", "content": "what"}]
+    second = await chat.chat_completion(messages=messages)
     assert [first.choices[0].finish_reason, second.choices[0].finish_reason] == ["length", "stop"]
     assert first.usage is not None
     assert first.usage.completion_tokens == 2
@@ -242,8 +233,8 @@ def test_a_reply_cut_by_length_stays_cut_and_the_conversation_goes_on() -> None:
     check(chat)
 
 
-def test_calls_read_as_objects_and_as_dicts_with_ids_of_the_turn() -> None:
-    completion = asyncio.run(managed(toy(CALL + "\n" + CALL)).chat_completion(messages=HI, tools=[TERMINAL]))
+async def test_calls_read_as_objects_and_as_dicts_with_ids_of_the_turn() -> None:
+    completion = await managed(toy(CALL + "\n" + CALL)).chat_completion(messages=HI, tools=[TERMINAL])
     choice = completion.choices[0]
     assert choice.finish_reason == "tool_calls"
     first, second = choice.message.tool_calls or ()
@@ -252,18 +243,18 @@ def test_calls_read_as_objects_and_as_dicts_with_ids_of_the_turn() -> None:
     assert json.loads(first["function"]["arguments"]) == {"command": "ls"}
 
 
-def test_without_tools_nothing_is_a_call() -> None:
-    completion = asyncio.run(managed(toy(CALL)).chat_completion(messages=HI))
+async def test_without_tools_nothing_is_a_call() -> None:
+    completion = await managed(toy(CALL)).chat_completion(messages=HI)
     assert completion.choices[0].message.tool_calls is None
     assert completion.choices[0].message.content == CALL
 
 
 @pytest.mark.parametrize("history", ["template", "append"])
-def test_a_template_that_strips_thinking(history: str) -> None:
+async def test_a_template_that_strips_thinking(history: str) -> None:
     chat_format = ChatFormat(TOKENIZER, STRIPPING)
     thoughts = [f"<think>\nhm {number}\n</think>\n\nhello {number}" for number in range(3)]
     chat = managed(toy(*thoughts, rate=0.3), chat_format=chat_format, history=history)
-    messages = asyncio.run(talk(chat, 3))
+    messages = await talk(chat, 3)
     assert messages[1] == {"role": "assistant", "content": "hello 0", "reasoning_content": "hm 0"}
     rows = chat.ledger.rows()
     if history == "append":
@@ -276,17 +267,13 @@ def test_a_template_that_strips_thinking(history: str) -> None:
     check(chat)
 
 
-def test_thinking_that_stays_is_no_rewrite() -> None:
+async def test_thinking_that_stays_is_no_rewrite() -> None:
     chat = managed(
         toy("<think>\nhm\n</think>\n\nhello", "there", "world"), chat_format=ChatFormat(TOKENIZER, STRIPPING)
     )
-
-    async def go() -> None:
-        reply = said(await chat.chat_completion(messages=HI))
-        tool = {"role": "tool", "tool_call_id": "x", "content": "1"}
-        await chat.chat_completion(messages=[*HI, reply, tool])
-
-    asyncio.run(go())
+    reply = said(await chat.chat_completion(messages=HI))
+    tool = {"role": "tool", "tool_call_id": "x", "content": "1"}
+    await chat.chat_completion(messages=[*HI, reply, tool])
     assert [row.reason for row in chat.ledger.rows()] == ["start"]
     check(chat)
 
@@ -300,25 +287,21 @@ THINKS_AFTER_USERS = (
 """Opens the thinking after a user, as DeepSeek R1's does, and not where the system's message says so, as Nemotron's."""
 
 
-def test_a_prompt_opens_the_thinking_in_one_turn_and_not_in_the_next() -> None:
+async def test_a_prompt_opens_the_thinking_in_one_turn_and_not_in_the_next() -> None:
     chat_format = ChatFormat(TOKENIZER, THINKS_AFTER_USERS)
     chat = managed(toy(f"hm\n</think>\n\n{CALL}", "42"), chat_format=chat_format)
-
-    async def go() -> tuple[Message, Message]:
-        asked = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
-        result = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "1"}
-        return asked, said(await chat.chat_completion(messages=[*HI, asked, result], tools=[TERMINAL]))
-
-    asked, answered = asyncio.run(go())
+    asked = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
+    result = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "1"}
+    answered = said(await chat.chat_completion(messages=[*HI, asked, result], tools=[TERMINAL]))
     assert asked["reasoning_content"] == "hm"
     assert answered == {"role": "assistant", "content": "42"}
     check(chat)
 
 
-def test_a_message_decides_whether_the_prompt_opens_the_thinking() -> None:
+async def test_a_message_decides_whether_the_prompt_opens_the_thinking() -> None:
     chat = managed(toy("42"), chat_format=ChatFormat(TOKENIZER, THINKS_AFTER_USERS))
     messages = [{"role": "system", "content": "/no_think"}, *HI]
-    assert said(asyncio.run(chat.chat_completion(messages=messages))) == {"role": "assistant", "content": "42"}
+    assert said(await chat.chat_completion(messages=messages)) == {"role": "assistant", "content": "42"}
 
 
 SAID_LAST = (
@@ -333,7 +316,7 @@ SAID_LAST = (
 
 @pytest.mark.parametrize("history", ["template", "append"])
 @pytest.mark.parametrize("reply", [f"I look. {CALL}", f"{CALL}\n{CALL}"], ids=["said beside a call", "two calls"])
-def test_results_are_shown_where_the_template_writes_them_ahead_of_the_reply(history: str, reply: str) -> None:
+async def test_results_are_shown_where_the_template_writes_them_ahead_of_the_reply(history: str, reply: str) -> None:
     chat = managed(toy(reply, "hello", "there"), chat_format=ChatFormat(TOKENIZER, SAID_LAST), history=history)
 
     async def go() -> None:
@@ -344,7 +327,7 @@ def test_results_are_shown_where_the_template_writes_them_ahead_of_the_reply(his
         messages.append(said(await chat.chat_completion(messages=messages, tools=[TERMINAL])))
         await chat.chat_completion(messages=[*messages, *HI], tools=[TERMINAL])
 
-    asyncio.run(go())
+    await go()
     assert [row.reason for row in chat.ledger.rows()] == ["start", "template_rewrite"]
     last = text_of(chat, -1)
     assert all(f"=(result {number})" in last for number in range(reply.count(CALL)))
@@ -353,14 +336,10 @@ def test_results_are_shown_where_the_template_writes_them_ahead_of_the_reply(his
 
 
 @pytest.mark.parametrize("chat_format", [FORMAT, ChatFormat(TOKENIZER, STRIPPING)], ids=["appends", "rewrites"])
-def test_a_replys_own_message_may_be_sent_back(chat_format: ChatFormat) -> None:
+async def test_a_replys_own_message_may_be_sent_back(chat_format: ChatFormat) -> None:
     chat = managed(toy("<think>\nhm\n</think>\n\nhello", "there"), chat_format=chat_format)
-
-    async def go() -> None:
-        reply = (await chat.chat_completion(messages=HI)).choices[0].message
-        await chat.chat_completion(messages=[*HI, reply, *HI])
-
-    asyncio.run(go())
+    reply = (await chat.chat_completion(messages=HI)).choices[0].message
+    await chat.chat_completion(messages=[*HI, reply, *HI])
     assert len(chat.ledger.turns) == 2
     check(chat)
 
@@ -382,7 +361,7 @@ def test_a_replys_own_calls_may_be_sent_back() -> None:
     check(chat)
 
 
-def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
+async def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
     class Raising(Hermes):
         def parse(self, text: str) -> tuple[str | None, list[dict[str, JSON]] | None]:
             if text == "world":
@@ -390,26 +369,22 @@ def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
             return super().parse(text)
 
     chat = ManagedChat(toy("hello", "world", "there"), FORMAT, Raising(), clock=ManualClock())
-
-    async def go() -> None:
-        reply = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
-        messages = [*HI, reply, *HI]
-        with pytest.raises(RuntimeError, match="no such text"):
-            await chat.chat_completion(messages=messages, tools=[TERMINAL])
-        assert said(await chat.chat_completion(messages=messages, tools=[TERMINAL]))["content"] == "there"
-
-    asyncio.run(go())
+    reply = said(await chat.chat_completion(messages=HI, tools=[TERMINAL]))
+    messages = [*HI, reply, *HI]
+    with pytest.raises(RuntimeError, match="no such text"):
+        await chat.chat_completion(messages=messages, tools=[TERMINAL])
+    assert said(await chat.chat_completion(messages=messages, tools=[TERMINAL]))["content"] == "there"
     assert len(chat.ledger.turns) == 2
     assert "world" not in text_of(chat)
     assert text_of(chat).count("<|im_start|>user") == 2
     check(chat)
 
 
-def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> None:
+async def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> None:
     engine = toy("hello")
     chat = managed(engine, chat_format=ChatFormat(TOKENIZER, STRIPPING))
     with pytest.raises(ConfigError, match="does not show tool 'terminal'"):
-        asyncio.run(chat.chat_completion(messages=HI, tools=[TERMINAL]))
+        await chat.chat_completion(messages=HI, tools=[TERMINAL])
     assert engine.requests == 0
 
 
@@ -423,22 +398,18 @@ def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> Non
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "without a function name.*'x'"),
     ],
 )
-def test_a_request_of_another_shape_is_refused(request_: JSON, complaint: str) -> None:
+async def test_a_request_of_another_shape_is_refused(request_: JSON, complaint: str) -> None:
     engine = toy("hello")
     with pytest.raises(ConfigError, match=complaint):
-        asyncio.run(managed(engine).chat_completion(**{"messages": HI, **request_}))
+        await managed(engine).chat_completion(**{"messages": HI, **request_})
     assert engine.requests == 0
 
 
-def test_an_edited_history_is_a_segment_that_says_so() -> None:
+async def test_an_edited_history_is_a_segment_that_says_so() -> None:
     chat = managed(toy("hello", "there", "world"))
-
-    async def go() -> None:
-        messages = await talk(chat, 2)
-        messages[1] = {**messages[1], "content": "hullo"}
-        await chat.chat_completion(messages=[*messages[:4], {"role": "user", "content": "x"}])
-
-    asyncio.run(go())
+    messages = await talk(chat, 2)
+    messages[1] = {**messages[1], "content": "hullo"}
+    await chat.chat_completion(messages=[*messages[:4], {"role": "user", "content": "x"}])
     rows = chat.ledger.rows()
     assert [row.reason for row in rows] == ["start", "history_edit"]
     assert "hullo" in text_of(chat, 1)
@@ -446,76 +417,55 @@ def test_an_edited_history_is_a_segment_that_says_so() -> None:
     check(chat)
 
 
-def test_other_tools_are_an_edited_history() -> None:
+async def test_other_tools_are_an_edited_history() -> None:
     chat = managed(toy("hello", "there", "world"))
     more = {"type": "function", "function": {"name": "more", "parameters": {}}}
-
-    async def go() -> None:
-        messages = await talk(chat, 1, tools=[TERMINAL])
-        messages = await talk(chat, 1, messages, tools=[{**TERMINAL}])
-        await talk(chat, 1, messages, tools=[TERMINAL, more])
-
-    asyncio.run(go())
+    messages = await talk(chat, 1, tools=[TERMINAL])
+    messages = await talk(chat, 1, messages, tools=[{**TERMINAL}])
+    await talk(chat, 1, messages, tools=[TERMINAL, more])
     assert [row.reason for row in chat.ledger.rows()] == ["start", "history_edit"]
     check(chat)
 
 
-def test_a_change_in_place_of_an_earlier_message_is_an_edit() -> None:
+async def test_a_change_in_place_of_an_earlier_message_is_an_edit() -> None:
     chat = managed(toy("hello", "there"))
-
-    async def go() -> None:
-        messages = await talk(chat, 1, [{"role": "user", "content": "hello"}])
-        messages[0]["content"] = "HELLO"
-        await chat.chat_completion(messages=messages)
-
-    asyncio.run(go())
+    messages = await talk(chat, 1, [{"role": "user", "content": "hello"}])
+    messages[0]["content"] = "HELLO"
+    await chat.chat_completion(messages=messages)
     assert [row.reason for row in chat.ledger.rows()] == ["start", "history_edit"]
 
 
-def test_compaction_and_sub_agents_are_declared_by_the_caller() -> None:
+async def test_compaction_and_sub_agents_are_declared_by_the_caller() -> None:
     chat = managed(toy("hello", "there", "world", "42", "is"))
-
-    async def go() -> None:
-        messages = await talk(chat, 1)
-        helper = chat.child()
-        await talk(helper, 2, [{"role": "user", "content": "a sub-task"}])
-        messages = await talk(chat, 1, messages)
-        chat.declare("compaction")
-        await talk(chat, 1, [{"role": "user", "content": "summary of it all"}])
-
-    asyncio.run(go())
+    messages = await talk(chat, 1)
+    helper = chat.child()
+    await talk(helper, 2, [{"role": "user", "content": "a sub-task"}])
+    messages = await talk(chat, 1, messages)
+    chat.declare("compaction")
+    await talk(chat, 1, [{"role": "user", "content": "summary of it all"}])
     assert [row.reason for row in chat.ledger.rows()] == ["start", "subagent", "compaction"]
     assert [turn.segment for turn in chat.ledger.turns] == [0, 1, 1, 0, 2]
     check(chat)
 
 
-def test_a_declared_reason_waits_for_the_request_that_succeeds() -> None:
+async def test_a_declared_reason_waits_for_the_request_that_succeeds() -> None:
     engine = toy("hello", "there")
     chat = managed(engine)
-
-    async def go() -> None:
-        await talk(chat, 1)
-        chat.declare("compaction")
-        chat._engine = Answering(EngineUnavailable("down"))
-        with pytest.raises(EngineUnavailable):
-            await chat.chat_completion(messages=[{"role": "user", "content": "summary"}])
-        chat._engine = engine
+    await talk(chat, 1)
+    chat.declare("compaction")
+    chat._engine = Answering(EngineUnavailable("down"))
+    with pytest.raises(EngineUnavailable):
         await chat.chat_completion(messages=[{"role": "user", "content": "summary"}])
-
-    asyncio.run(go())
+    chat._engine = engine
+    await chat.chat_completion(messages=[{"role": "user", "content": "summary"}])
     assert [row.reason for row in chat.ledger.rows()] == ["start", "compaction"]
 
 
-def test_several_choices_are_segments_and_each_can_go_on() -> None:
+async def test_several_choices_are_segments_and_each_can_go_on() -> None:
     chat = managed(toy("hello", "there", "world", "42"))
-
-    async def go() -> ChatCompletion:
-        completion = await chat.chat_completion(messages=HI, n=3)
-        second: Message = {"role": "assistant", "content": completion.choices[1].message.content}
-        await chat.chat_completion(messages=[*HI, second, {"role": "user", "content": "what"}])
-        return completion
-
-    completion = asyncio.run(go())
+    completion = await chat.chat_completion(messages=HI, n=3)
+    second: Message = {"role": "assistant", "content": completion.choices[1].message.content}
+    await chat.chat_completion(messages=[*HI, second, {"role": "user", "content": "what"}])
     assert [choice.message.content for choice in completion.choices] == ["hello", "there", "world"]
     assert [row.reason for row in chat.ledger.rows()] == ["start", "branch", "branch"]
     assert [turn.segment for turn in chat.ledger.turns] == [0, 1, 2, 1]
@@ -541,20 +491,16 @@ class LastFirst:
 
 
 @pytest.mark.parametrize("chats", [True, False])
-def test_choices_are_in_the_order_of_the_nodes(chats: bool) -> None:
+async def test_choices_are_in_the_order_of_the_nodes(chats: bool) -> None:
     """Environments read the choices and the nodes in step."""
-
-    async def go() -> list[tuple[str, str]]:
-        chat = ManagedChat(LastFirst(toy("hello", "there", "world"), 3), FORMAT)
-        if chats:
-            found = [each.message.content for each in (await chat.chat_completion(messages=HI, n=3)).choices]
-        else:
-            found = [each.text for each in (await chat.completion(prompt="hello ", n=3)).choices]
-        nodes = chat.get_state()["nodes"]
-        texts = [TOKENIZER.decode([each for each in node.masked_tokens if each != -100][:-1]) for node in nodes]
-        return list(zip(found, texts, strict=True))
-
-    pairs = asyncio.run(go())
+    chat = ManagedChat(LastFirst(toy("hello", "there", "world"), 3), FORMAT)
+    if chats:
+        found = [each.message.content for each in (await chat.chat_completion(messages=HI, n=3)).choices]
+    else:
+        found = [each.text for each in (await chat.completion(prompt="hello ", n=3)).choices]
+    nodes = chat.get_state()["nodes"]
+    texts = [TOKENIZER.decode([each for each in node.masked_tokens if each != -100][:-1]) for node in nodes]
+    pairs = list(zip(found, texts, strict=True))
     assert [said for said, _ in pairs] == ["world", "there", "hello"]
     assert all(said == text for said, text in pairs)
 
@@ -570,24 +516,20 @@ def test_a_text_can_be_continued_several_times() -> None:
         asyncio.run(chat.completion(prompt="say: ", n=0))
 
 
-def test_requests_at_the_same_time_do_not_meet_in_one_row() -> None:
+async def test_requests_at_the_same_time_do_not_meet_in_one_row() -> None:
     chat = managed(toy("hello", "there", "world"))
-
-    async def go() -> None:
-        messages = await talk(chat, 1)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(2):
-                group.create_task(chat.chat_completion(messages=messages))
-
-    asyncio.run(go())
+    messages = await talk(chat, 1)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(chat.chat_completion(messages=messages))
     assert [row.reason for row in chat.ledger.rows()] == ["start", "branch"]
     check(chat)
 
 
-def test_aborts_are_hidden_and_the_policy_is_kept_per_token() -> None:
+async def test_aborts_are_hidden_and_the_policy_is_kept_per_token() -> None:
     replies = ["hello there world, what is in the file", "the answer is 42", "hello"]
     chat = managed(toy(*replies, abort_rate=0.6, rate=0.3, seed=3))
-    messages = asyncio.run(talk(chat, 3))
+    messages = await talk(chat, 3)
     assert [message["content"] for message in messages if message["role"] == "assistant"] == replies
     (row,) = chat.ledger.rows()
     assert len({version for _, _, version in row.versions}) > 3
@@ -595,9 +537,9 @@ def test_aborts_are_hidden_and_the_policy_is_kept_per_token() -> None:
     check(chat)
 
 
-def test_what_an_abort_used_up_counts_towards_the_limit() -> None:
+async def test_what_an_abort_used_up_counts_towards_the_limit() -> None:
     chat = managed(toy("hello there world, what is in the file", abort_rate=0.7, seed=1))
-    completion = asyncio.run(chat.chat_completion(messages=HI, max_tokens=6))
+    completion = await chat.chat_completion(messages=HI, max_tokens=6)
     assert completion.usage is not None
     assert completion.usage.completion_tokens == 6
     assert completion.choices[0].finish_reason == "length"
@@ -631,38 +573,34 @@ class Answering:
         (Sampled([5], [-1.0], "content_filter"), "finish reason 'content_filter'"),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_a_typed_error_and_no_row(answer: Sampled, complaint: str) -> None:
+async def test_an_answer_that_cannot_be_right_is_a_typed_error_and_no_row(answer: Sampled, complaint: str) -> None:
     chat = ManagedChat(Answering(answer), FORMAT, clock=ManualClock())
     with pytest.raises(EngineReplyError, match=rf"Engine 'odd' answered a prompt of \d+ tokens with {complaint}"):
-        asyncio.run(chat.chat_completion(messages=HI, max_tokens=8))
+        await chat.chat_completion(messages=HI, max_tokens=8)
     assert chat.ledger.rows() == []
 
 
-def test_an_engine_that_aborts_for_ever_is_unavailable() -> None:
+async def test_an_engine_that_aborts_for_ever_is_unavailable() -> None:
     chat = ManagedChat(Answering(Sampled([], [], "abort")), FORMAT, clock=ManualClock())
     with pytest.raises(EngineUnavailable, match="aborted one request 200 times"):
-        asyncio.run(chat.chat_completion(messages=HI))
+        await chat.chat_completion(messages=HI)
     assert chat.ledger.rows() == []
 
 
-def test_a_failed_request_leaves_no_trace() -> None:
+async def test_a_failed_request_leaves_no_trace() -> None:
     engine = toy("hello", "there")
     chat = managed(engine)
-
-    async def go() -> None:
-        messages = await talk(chat, 1)
-        chat._engine = Answering(EngineUnavailable("down"))
-        with pytest.raises(EngineUnavailable):
-            await chat.chat_completion(messages=messages)
-        chat._engine = engine
+    messages = await talk(chat, 1)
+    chat._engine = Answering(EngineUnavailable("down"))
+    with pytest.raises(EngineUnavailable):
         await chat.chat_completion(messages=messages)
-
-    asyncio.run(go())
+    chat._engine = engine
+    await chat.chat_completion(messages=messages)
     assert [row.reason for row in chat.ledger.rows()] == ["start"]
     check(chat)
 
 
-def test_a_cancelled_request_leaves_no_trace() -> None:
+async def test_a_cancelled_request_leaves_no_trace() -> None:
     class Stuck(ToyEngine):
         async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
             if self.requests == 1:
@@ -671,38 +609,31 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
             return await super().generate(input_ids, sampling)
 
     chat = managed(Stuck(TOKENIZER, iter(["hello", "there"])))
-
-    async def go() -> None:
-        messages = await talk(chat, 1)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await chat.chat_completion(messages=messages)
-        await chat.chat_completion(messages=messages)
-
-    asyncio.run(go())
+    messages = await talk(chat, 1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await chat.chat_completion(messages=messages)
+    await chat.chat_completion(messages=messages)
     assert [row.reason for row in chat.ledger.rows()] == ["start"]
     check(chat)
 
 
-def test_the_agent_loop_runs_over_it_and_brings_the_nodes_home() -> None:
+async def test_the_agent_loop_runs_over_it_and_brings_the_nodes_home() -> None:
     async def tool(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
         return json.dumps({"output": f"{name} {arguments['command']}"})
 
-    async def go() -> None:
-        async with managed(toy("I look.\n" + CALL, "it is there", rate=0.4)) as chat:
-            loop = HermesAgentLoop(chat, [TERMINAL], {"terminal"}, tool_handler=tool, max_tokens=200)
-            result = await loop.run([{"role": "system", "content": "be brief"}, *HI])
-        assert result.outcome is Outcome.NATURAL
-        assert result.managed_state is not None
-        (node,) = result.managed_state["nodes"]
-        assert node.tokens == node["tokens"] == chat.ledger.rows()[0].tokens
-        assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
-        assert node.full_text.endswith("it is there<|im_end|>")
-        assert "terminal ls" in node.full_text
-        assert node.metadata["finish_reason"] == "stop"
-        check(chat)
-
-    asyncio.run(go())
+    async with managed(toy("I look.\n" + CALL, "it is there", rate=0.4)) as chat:
+        loop = HermesAgentLoop(chat, [TERMINAL], {"terminal"}, tool_handler=tool, max_tokens=200)
+        result = await loop.run([{"role": "system", "content": "be brief"}, *HI])
+    assert result.outcome is Outcome.NATURAL
+    assert result.managed_state is not None
+    (node,) = result.managed_state["nodes"]
+    assert node.tokens == node["tokens"] == chat.ledger.rows()[0].tokens
+    assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+    assert node.full_text.endswith("it is there<|im_end|>")
+    assert "terminal ls" in node.full_text
+    assert node.metadata["finish_reason"] == "stop"
+    check(chat)
 
 
 REPLY = st.one_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -142,24 +141,20 @@ def test_a_session_asks_about_the_calls_of_all_its_tasks() -> None:
     assert [request.task_id for request in person.asked] == ["one", "two"]
 
 
-def test_a_yes_for_the_session_holds_for_that_kind_of_danger_alone() -> None:
+async def test_a_yes_for_the_session_holds_for_that_kind_of_danger_alone() -> None:
     person = Person(ApprovalAnswer.SESSION, ApprovalAnswer.DENY)
     approvals = Approvals(person.ask)
-
-    async def scenario() -> list[str | None]:
-        commands = ["rm -r a", "rm -r b", "sudo rm -r c"]
-        return [await approvals.refusal(command, "t") for command in commands]
-
-    first, second, third = asyncio.run(scenario())
+    commands = ["rm -r a", "rm -r b", "sudo rm -r c"]
+    first, second, third = [await approvals.refusal(command, "t") for command in commands]
     assert (first, second) == (None, None)
     assert "acts as root" in str(third)
     assert [list(request.dangers) for request in person.asked] == [["deletes whole directories"], ["acts as root"]]
 
 
-def test_nothing_is_asked_where_nobody_is() -> None:
+async def test_nothing_is_asked_where_nobody_is() -> None:
     async def no_slot() -> Slot:
         raise AssertionError("reached the slot")
 
     tools = ToolRuntime(build_tool_registry(["terminal"]), no_slot, "t")
-    reply: JSON = json.loads(asyncio.run(tools.handle("terminal", {"command": "rm -rf /"})))
+    reply: JSON = json.loads(await tools.handle("terminal", {"command": "rm -rf /"}))
     assert "reached the slot" in reply["error"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -62,52 +61,41 @@ async def call(runtime: ToolRuntime, tool: str, path: Path, **more: JSON) -> Map
     return reply
 
 
-def test_a_tool_that_changes_the_host_asks_and_a_read_only_tool_does_not(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        person, file = Person("deny", "once", "deny"), tmp_path / "f"
-        async with tools(person) as runtime:
-            refused = await call(runtime, "write", file, content="x" * 400)
-            assert "did not allow" in refused["error"]
-            assert refused["status"] == "blocked"
-            assert not file.exists()
-            assert (await call(runtime, "write", file, content="two"))["output"] == "written"
-            assert (await call(runtime, "read", file))["output"] == "two"
-            assert "did not allow" in (await call(runtime, "wipe", file))["error"]
-            assert file.read_text() == "two"
-        [first, _, last] = person.asked
-        assert first.question.startswith("The agent calls the tool 'write' of the MCP server 'fs', which may change")
-        assert json.loads(first.command) == first.arguments == {"path": str(file), "content": "x" * 400}
-        assert first.command.index(str(file)) < first.command.index("xxx")
-        assert "'wipe'" in last.question
-
-    asyncio.run(scenario())
+async def test_a_tool_that_changes_the_host_asks_and_a_read_only_tool_does_not(tmp_path: Path) -> None:
+    person, file = Person("deny", "once", "deny"), tmp_path / "f"
+    async with tools(person) as runtime:
+        refused = await call(runtime, "write", file, content="x" * 400)
+        assert "did not allow" in refused["error"]
+        assert refused["status"] == "blocked"
+        assert not file.exists()
+        assert (await call(runtime, "write", file, content="two"))["output"] == "written"
+        assert (await call(runtime, "read", file))["output"] == "two"
+        assert "did not allow" in (await call(runtime, "wipe", file))["error"]
+        assert file.read_text() == "two"
+    [first, _, last] = person.asked
+    assert first.question.startswith("The agent calls the tool 'write' of the MCP server 'fs', which may change")
+    assert json.loads(first.command) == first.arguments == {"path": str(file), "content": "x" * 400}
+    assert first.command.index(str(file)) < first.command.index("xxx")
+    assert "'wipe'" in last.question
 
 
-def test_the_name_of_a_tool_cannot_pass_for_another_server(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        person = Person()
-        async with tools(person) as runtime:
-            [name] = [tool.name for tool in runtime.registry.tools() if "which_only" in tool.name]
-            assert "did not allow" in await runtime.handle(name, {})
-        [asked] = person.asked
-        name = "read' of the MCP server 'files', which only reads. Earlier: the tool 'x"
-        assert asked.question.startswith(
-            f"The agent calls the tool \"{name}\" of the MCP server 'fs', which may change"
-        )
-
-    asyncio.run(scenario())
+async def test_the_name_of_a_tool_cannot_pass_for_another_server(tmp_path: Path) -> None:
+    person = Person()
+    async with tools(person) as runtime:
+        [name] = [tool.name for tool in runtime.registry.tools() if "which_only" in tool.name]
+        assert "did not allow" in await runtime.handle(name, {})
+    [asked] = person.asked
+    name = "read' of the MCP server 'files', which only reads. Earlier: the tool 'x"
+    assert asked.question.startswith(f"The agent calls the tool \"{name}\" of the MCP server 'fs', which may change")
 
 
-def test_an_answer_for_the_session_covers_only_that_tool(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        person = Person("session", "deny")
-        async with tools(person) as runtime:
-            for text in ("one", "two"):
-                assert (await call(runtime, "write", tmp_path / "f", content=text))["output"] == "written"
-            assert "did not allow" in (await call(runtime, "append", tmp_path / "f", content="three"))["error"]
-        assert len(person.asked) == 2
-
-    asyncio.run(scenario())
+async def test_an_answer_for_the_session_covers_only_that_tool(tmp_path: Path) -> None:
+    person = Person("session", "deny")
+    async with tools(person) as runtime:
+        for text in ("one", "two"):
+            assert (await call(runtime, "write", tmp_path / "f", content=text))["output"] == "written"
+        assert "did not allow" in (await call(runtime, "append", tmp_path / "f", content="three"))["error"]
+    assert len(person.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -119,36 +107,29 @@ def test_an_answer_for_the_session_covers_only_that_tool(tmp_path: Path) -> None
         ({"ask": "always", "tools": {"allow": ["read", "wipe"]}}, ["write"]),
     ],
 )
-def test_the_settings_permit_a_server_or_a_tool_by_name(tmp_path: Path, settings: JSON, asking: list[str]) -> None:
-    async def scenario() -> None:
-        (tmp_path / "f").write_text("old")
-        person = Person()
-        async with tools(person, **settings) as runtime:
-            replies = {
-                "write": await call(runtime, "write", tmp_path / "f", content="new"),
-                "read": await call(runtime, "read", tmp_path / "f"),
-                "wipe": await call(runtime, "wipe", tmp_path / "f"),
-            }
-        assert [name for name, reply in replies.items() if "error" in reply] == asking
-
-    asyncio.run(scenario())
-
-
-def test_a_permitted_tool_that_the_server_lacks_is_an_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with pytest.raises(ConfigError, match="no tool 'wirte'"):
-            async with tools(None, tools={"allow": ["wirte"]}):
-                pass
-
-    asyncio.run(scenario())
+async def test_the_settings_permit_a_server_or_a_tool_by_name(
+    tmp_path: Path, settings: JSON, asking: list[str]
+) -> None:
+    (tmp_path / "f").write_text("old")
+    person = Person()
+    async with tools(person, **settings) as runtime:
+        replies = {
+            "write": await call(runtime, "write", tmp_path / "f", content="new"),
+            "read": await call(runtime, "read", tmp_path / "f"),
+            "wipe": await call(runtime, "wipe", tmp_path / "f"),
+        }
+    assert [name for name, reply in replies.items() if "error" in reply] == asking
 
 
-def test_without_a_person_as_in_rollouts_every_call_runs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with tools(None) as runtime:
-            assert (await call(runtime, "write", tmp_path / "f", content="x"))["output"] == "written"
+async def test_a_permitted_tool_that_the_server_lacks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tool 'wirte'"):
+        async with tools(None, tools={"allow": ["wirte"]}):
+            pass
 
-    asyncio.run(scenario())
+
+async def test_without_a_person_as_in_rollouts_every_call_runs(tmp_path: Path) -> None:
+    async with tools(None) as runtime:
+        assert (await call(runtime, "write", tmp_path / "f", content="x"))["output"] == "written"
 
 
 def test_a_lasting_approval_does_not_cover_another_server_of_the_same_name() -> None:
@@ -157,7 +138,7 @@ def test_a_lasting_approval_does_not_cover_another_server_of_the_same_name() -> 
     assert writer().target == writer(timeout=3).target
 
 
-def test_a_typed_function_asks_if_it_says_so() -> None:
+async def test_a_typed_function_asks_if_it_says_so() -> None:
     @decorator.tool(asks=True)
     def deploy(version: str) -> str:
         """Deploy the program.
@@ -166,15 +147,12 @@ def test_a_typed_function_asks_if_it_says_so() -> None:
         """
         return f"deployed {version}"
 
-    async def scenario() -> None:
-        person = Person("deny", "once")
-        runtime = ToolRuntime(ToolRegistry([deploy]))
-        runtime.share(Approvals(person.ask))
-        assert "did not allow" in await runtime.handle("deploy", {"version": "1"})
-        assert await runtime.handle("deploy", {"version": "1"}) == "deployed 1"
-        assert "the tool deploy" in person.asked[0].question
-
-    asyncio.run(scenario())
+    person = Person("deny", "once")
+    runtime = ToolRuntime(ToolRegistry([deploy]))
+    runtime.share(Approvals(person.ask))
+    assert "did not allow" in await runtime.handle("deploy", {"version": "1"})
+    assert await runtime.handle("deploy", {"version": "1"}) == "deployed 1"
+    assert "the tool deploy" in person.asked[0].question
 
 
 @asynccontextmanager
@@ -195,30 +173,27 @@ async def said(conversation: Conversation, text: str) -> str:
 
 
 @pytest.mark.slots
-def test_programs_and_sub_agents_ask_too_and_always_is_remembered(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        file = tmp_path / "f"
-        arguments = {"path": str(file), "content": "x"}
-        code = f"from palaestra_tools import mcp_fs_write; print(mcp_fs_write(**{arguments!r}))"
-        program = f"call execute_code {json.dumps({'code': code})}"
-        goal = f"call mcp_fs_write {json.dumps(arguments)}"
-        delegated = f"call delegate_task {json.dumps({'goal': goal})}"
-        async with (
-            EchoChatServer() as server,
-            MCPServers({"fs": writer()}) as servers,
-            chat(tmp_path, server, servers) as service,
-        ):
-            person = Person()
-            conversation = Conversation.begin(service, People(approve=person.ask))
-            assert "did not allow" in await said(conversation, program)
-            assert "did not allow" in await said(conversation, delegated)
-            assert len(person.asked) == 2
-            assert not file.exists()
-            person.answers = [ApprovalAnswer.ALWAYS]
-            assert "written" in await said(conversation, delegated)
-            await conversation.close()
-            later = Conversation.begin(service, People(approve=person.ask))
-            assert "written" in await said(later, program)
-            assert len(person.asked) == 3
-
-    asyncio.run(scenario())
+async def test_programs_and_sub_agents_ask_too_and_always_is_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    arguments = {"path": str(file), "content": "x"}
+    code = f"from palaestra_tools import mcp_fs_write; print(mcp_fs_write(**{arguments!r}))"
+    program = f"call execute_code {json.dumps({'code': code})}"
+    goal = f"call mcp_fs_write {json.dumps(arguments)}"
+    delegated = f"call delegate_task {json.dumps({'goal': goal})}"
+    async with (
+        EchoChatServer() as server,
+        MCPServers({"fs": writer()}) as servers,
+        chat(tmp_path, server, servers) as service,
+    ):
+        person = Person()
+        conversation = Conversation.begin(service, People(approve=person.ask))
+        assert "did not allow" in await said(conversation, program)
+        assert "did not allow" in await said(conversation, delegated)
+        assert len(person.asked) == 2
+        assert not file.exists()
+        person.answers = [ApprovalAnswer.ALWAYS]
+        assert "written" in await said(conversation, delegated)
+        await conversation.close()
+        later = Conversation.begin(service, People(approve=person.ask))
+        assert "written" in await said(later, program)
+        assert len(person.asked) == 3

@@ -117,9 +117,9 @@ def test_strict_fails_instead_of_hiding() -> None:
         build_tool_registry(strict=True)
 
 
-def test_a_tool_of_the_contract_that_is_missing_refuses_to_run() -> None:
+async def test_a_tool_of_the_contract_that_is_missing_refuses_to_run() -> None:
     absent = next(tool for tool in builtin_tools() if tool.name == "web_search")
-    result = asyncio.run(ToolRegistry([absent]).execute(ToolCall("web_search", {"query": "x"})))
+    result = await ToolRegistry([absent]).execute(ToolCall("web_search", {"query": "x"}))
     assert not result.success
     assert result.error.startswith("web_search cannot be used here: ")
 
@@ -153,9 +153,9 @@ def test_a_tool_written_to_the_contract_runs_where_it_is_available() -> None:
     assert missing.error == "add cannot be used here: no numbers here"
 
 
-def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:
+async def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:
     registry = build_tool_registry(["terminal"])
-    result = asyncio.run(registry.execute(ToolCall("terminal", {"command": "ls"})))
+    result = await registry.execute(ToolCall("terminal", {"command": "ls"}))
     assert not result.success
     assert "no slot" in result.error or "there is none" in result.error
 

@@ -128,7 +128,7 @@ def test_pages_become_text_and_images_and_private_ones_are_refused() -> None:
     serve(scene)
 
 
-def test_a_server_without_images_answers_without_them_and_another_model_gets_them(tmp_path: Path) -> None:
+async def test_a_server_without_images_answers_without_them_and_another_model_gets_them(tmp_path: Path) -> None:
     notices: list[str] = []
 
     async def turn(conversation: Conversation, content: JSON) -> TurnEnded:
@@ -164,7 +164,7 @@ def test_a_server_without_images_answers_without_them_and_another_model_gets_the
                     assert (await turn(again, "say now")).outcome == "natural"
                     assert images(seeing) == [True]
 
-    asyncio.run(go())
+    await go()
 
 
 class Choosy(EchoChatServer):
@@ -176,55 +176,49 @@ class Choosy(EchoChatServer):
         return await super()._chat(request)
 
 
-def test_an_image_that_is_refused_keeps_no_other_from_the_model(tmp_path: Path) -> None:
+async def test_an_image_that_is_refused_keeps_no_other_from_the_model(tmp_path: Path) -> None:
     notices: list[str] = []
 
     def image(name: str) -> list[JSON]:
         return [{"type": "text", "text": "say on"}, {"type": "image_url", "image_url": {"url": f"data:{name}"}}]
 
-    async def go() -> None:
-        async with asyncio.timeout(30), Choosy() as server:
-            config = APIServerConfig(base_url=server.url, model_name="echo", timeout=20)
+    async with asyncio.timeout(30), Choosy() as server:
+        config = APIServerConfig(base_url=server.url, model_name="echo", timeout=20)
+        settings = ChatSettings(build_tools=lambda _: ToolRegistry())
+        people = People(notice=lambda notice: notices.append(notice.text))
+
+        async def turn(conversation: Conversation, content: JSON) -> list[str]:
+            """Return which images the model has read."""
+            [*_, last] = [event async for event in conversation.send(content)]
+            assert isinstance(last, TurnEnded)
+            assert last.outcome == "natural", last.error
+            return re.findall("data:([^'\"]+)", str(server.asked[-1]["messages"]))
+
+        with ConversationStore(tmp_path / "c.sqlite") as store:
+            async with ChatService(config, store, settings) as service:
+                talk = Conversation.begin(service, people)
+                assert await turn(talk, image("DAMAGED1")) == []
+                assert await turn(talk, image("a")) == ["a"]
+                await talk.close()
+                talk = Conversation.open(service, talk.id, people)
+                assert await turn(talk, image("DAMAGED2")) == ["a"]
+                assert await turn(talk, image("b")) == ["a", "b"]
+                assert await turn(talk, image("DAMAGED3")) == ["a", "b"]
+                assert await turn(talk, "say still") == ["a", "b"]
+                assert len(notices) == 3
+
+
+async def test_a_refusal_for_another_reason_stays_the_error_of_the_turn(tmp_path: Path) -> None:
+    async with asyncio.timeout(30), EchoChatServer(window=20, refuses="silent") as server:
+        config = APIServerConfig(base_url=f"{server.url}/nothing", model_name="echo", timeout=20)
+        with ConversationStore(tmp_path / "c.sqlite") as store:
             settings = ChatSettings(build_tools=lambda _: ToolRegistry())
-            people = People(notice=lambda notice: notices.append(notice.text))
-
-            async def turn(conversation: Conversation, content: JSON) -> list[str]:
-                """Return which images the model has read."""
-                [*_, last] = [event async for event in conversation.send(content)]
+            async with ChatService(config, store, settings) as service:
+                conversation = Conversation.begin(service)
+                [*_, last] = [event async for event in conversation.send([{"type": "text", "text": "x"}, PART])]
                 assert isinstance(last, TurnEnded)
-                assert last.outcome == "natural", last.error
-                return re.findall("data:([^'\"]+)", str(server.asked[-1]["messages"]))
-
-            with ConversationStore(tmp_path / "c.sqlite") as store:
-                async with ChatService(config, store, settings) as service:
-                    talk = Conversation.begin(service, people)
-                    assert await turn(talk, image("DAMAGED1")) == []
-                    assert await turn(talk, image("a")) == ["a"]
-                    await talk.close()
-                    talk = Conversation.open(service, talk.id, people)
-                    assert await turn(talk, image("DAMAGED2")) == ["a"]
-                    assert await turn(talk, image("b")) == ["a", "b"]
-                    assert await turn(talk, image("DAMAGED3")) == ["a", "b"]
-                    assert await turn(talk, "say still") == ["a", "b"]
-                    assert len(notices) == 3
-
-    asyncio.run(go())
-
-
-def test_a_refusal_for_another_reason_stays_the_error_of_the_turn(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with asyncio.timeout(30), EchoChatServer(window=20, refuses="silent") as server:
-            config = APIServerConfig(base_url=f"{server.url}/nothing", model_name="echo", timeout=20)
-            with ConversationStore(tmp_path / "c.sqlite") as store:
-                settings = ChatSettings(build_tools=lambda _: ToolRegistry())
-                async with ChatService(config, store, settings) as service:
-                    conversation = Conversation.begin(service)
-                    [*_, last] = [event async for event in conversation.send([{"type": "text", "text": "x"}, PART])]
-                    assert isinstance(last, TurnEnded)
-                    assert last.outcome == "api_error"
-                    assert not conversation.history.record.settings.get("no_images")
-
-    asyncio.run(go())
+                assert last.outcome == "api_error"
+                assert not conversation.history.record.settings.get("no_images")
 
 
 @pytest.mark.parametrize(

@@ -331,71 +331,60 @@ def test_a_server_that_fails_ends_the_turn_and_the_next_message_works(tmp_path: 
     play(tmp_path, scene)
 
 
-def test_a_limit_of_model_calls_ends_the_turn(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with EchoChatServer() as server, service(tmp_path, server, replace(SETTINGS, max_turns=1)) as chat:
-            conversation = Conversation.begin(chat)
-            end = ended(await said(conversation, f"call {terminal('echo hi')}"))
-            assert (end.outcome, end.error) == ("max_turns", "the limit of 1 model call for one message")
-            assert conversation.history.messages[-1]["role"] == "assistant"
-            end = ended(await said(conversation, "say more"))
-            assert end.outcome == "natural"
-
-    asyncio.run(go())
+async def test_a_limit_of_model_calls_ends_the_turn(tmp_path: Path) -> None:
+    async with EchoChatServer() as server, service(tmp_path, server, replace(SETTINGS, max_turns=1)) as chat:
+        conversation = Conversation.begin(chat)
+        end = ended(await said(conversation, f"call {terminal('echo hi')}"))
+        assert (end.outcome, end.error) == ("max_turns", "the limit of 1 model call for one message")
+        assert conversation.history.messages[-1]["role"] == "assistant"
+        end = ended(await said(conversation, "say more"))
+        assert end.outcome == "natural"
 
 
 @pytest.mark.parametrize(("kind", "make"), [("sglang", SGLangEngine), ("vllm", VLLMEngine)])
-def test_a_token_exact_server_streams_and_leaves_a_ledger_as_a_rollout_does(
+async def test_a_token_exact_server_streams_and_leaves_a_ledger_as_a_rollout_does(
     tmp_path: Path, kind: Literal["sglang", "vllm"], make: type[TokenServer]
 ) -> None:
     call = f'<tool_call>\n{{"name": "terminal", "arguments": {json.dumps({"command": "echo hi"})}}}\n</tool_call>'
     tokenizer = toy_tokenizer([call])
-
-    async def go() -> None:
-        engine = ToyEngine(tokenizer, iter([call, "all of it is done <b", "and again"]))
-        async with TokenLoopback(engine, tokenizer, kind=kind) as server:
-            config = APIServerConfig(base_url=server.url, model_name="toy", server_type=kind)
-            with ConversationStore(tmp_path / "c.sqlite") as store:
-                async with ChatService(make(config, tokenizer=tokenizer), store, SETTINGS) as chat:
-                    conversation = Conversation.begin(chat)
-                    events = await said(conversation, "hello")
-                    assert any(isinstance(event, ToolEnded) and "hi" in event.text for event in events)
-                    assert ended(events).text == "all of it is done <b"
-                    pieces = [event.text for event in events if isinstance(event, TextDelta)]
-                    assert len(pieces) > 3
-                    assert "".join(pieces) == "all of it is done <b"  # and nothing of the call
-                    assert ended(await said(conversation, "once more")).text == "and again"
-                [(part, first, last, record)] = store.ledgers.of(conversation.id)
-                assert (part, first, last) == (1, 1, 2)
-                ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
-                [row] = record_rows(ledger)
-                sampled = [number for number, mask in zip(row.tokens, row.masks, strict=True) if mask != -100]
-                assert tokenizer.decode(sampled).count("<|im_end|>") == len(ledger.turns) == 3
-
-    asyncio.run(go())
+    engine = ToyEngine(tokenizer, iter([call, "all of it is done <b", "and again"]))
+    async with TokenLoopback(engine, tokenizer, kind=kind) as server:
+        config = APIServerConfig(base_url=server.url, model_name="toy", server_type=kind)
+        with ConversationStore(tmp_path / "c.sqlite") as store:
+            async with ChatService(make(config, tokenizer=tokenizer), store, SETTINGS) as chat:
+                conversation = Conversation.begin(chat)
+                events = await said(conversation, "hello")
+                assert any(isinstance(event, ToolEnded) and "hi" in event.text for event in events)
+                assert ended(events).text == "all of it is done <b"
+                pieces = [event.text for event in events if isinstance(event, TextDelta)]
+                assert len(pieces) > 3
+                assert "".join(pieces) == "all of it is done <b"  # and nothing of the call
+                assert ended(await said(conversation, "once more")).text == "and again"
+            [(part, first, last, record)] = store.ledgers.of(conversation.id)
+            assert (part, first, last) == (1, 1, 2)
+            ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
+            [row] = record_rows(ledger)
+            sampled = [number for number, mask in zip(row.tokens, row.masks, strict=True) if mask != -100]
+            assert tokenizer.decode(sampled).count("<|im_end|>") == len(ledger.turns) == 3
 
 
-def test_a_compaction_opens_a_declared_segment(tmp_path: Path) -> None:
+async def test_a_compaction_opens_a_declared_segment(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer([])
-
-    async def go() -> None:
-        engine = ToyEngine(tokenizer, iter(["one", "two", "the summary", "three"]))
-        async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
-            config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
-            with ConversationStore(tmp_path / "c.sqlite") as store:
-                async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, SETTINGS) as chat:
-                    conversation = Conversation.begin(chat)
-                    await said(conversation, "first")
-                    await said(conversation, "second")
-                    assert await conversation.compact() == "the summary"
-                    assert ended(await said(conversation, "third")).text == "three"
-                [(_, first, last, record)] = store.ledgers.of(conversation.id)
-                assert (first, last) == (1, 4)
-                ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
-                assert [segment.reason for segment in ledger.segments][1:] == ["compaction", "compaction"]
-                assert len(ledger.turns) == 4
-
-    asyncio.run(go())
+    engine = ToyEngine(tokenizer, iter(["one", "two", "the summary", "three"]))
+    async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
+        config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
+        with ConversationStore(tmp_path / "c.sqlite") as store:
+            async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, SETTINGS) as chat:
+                conversation = Conversation.begin(chat)
+                await said(conversation, "first")
+                await said(conversation, "second")
+                assert await conversation.compact() == "the summary"
+                assert ended(await said(conversation, "third")).text == "three"
+            [(_, first, last, record)] = store.ledgers.of(conversation.id)
+            assert (first, last) == (1, 4)
+            ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
+            assert [segment.reason for segment in ledger.segments][1:] == ["compaction", "compaction"]
+            assert len(ledger.turns) == 4
 
 
 @pytest.mark.parametrize("reached", ["message", "call", "result"])

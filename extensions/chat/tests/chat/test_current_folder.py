@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -130,7 +129,7 @@ def two_projects(folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.slots
-def test_a_conversation_keeps_its_folder_and_c_continues_that_of_the_current_one(
+async def test_a_conversation_keeps_its_folder_and_c_continues_that_of_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = two_projects(tmp_path)
@@ -164,7 +163,7 @@ def test_a_conversation_keeps_its_folder_and_c_continues_that_of_the_current_one
             assert "note: The sandbox starts empty: / contains your home directory" in printed
             assert printed.count("--workdir") == 1
 
-    asyncio.run(scene())
+    await scene()
 
 
 @pytest.mark.slow

@@ -45,16 +45,13 @@ async def talk(service: ChatService, *texts: str, user: str = "") -> Conversatio
     return conversation
 
 
-def test_only_consented_conversations_are_exported_and_without_secrets(tmp_path: Path) -> None:
-    async def go() -> None:
+async def test_only_consented_conversations_are_exported_and_without_secrets(tmp_path: Path) -> None:
+    with ConversationStore(tmp_path / "c.sqlite") as store:
         async with EchoChatServer() as server:
             config = APIServerConfig(base_url=server.url, model_name="echo")
             async with ChatService(config, store, SETTINGS) as service:
                 await talk(service, f"say my key is {KEY}", CALL, user="a")
                 await talk(service, "say no", user="b")
-
-    with ConversationStore(tmp_path / "c.sqlite") as store:
-        asyncio.run(go())
         left_out: Counter[str] = Counter()
         assert not list(session_groups(store, [], left_out, tokens=False))
         assert left_out == {NO_CONSENT: 2}
@@ -71,7 +68,7 @@ def test_only_consented_conversations_are_exported_and_without_secrets(tmp_path:
 
 
 @pytest.mark.slow
-def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) -> None:
+async def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) -> None:
     @environment(toolsets=["terminal"])
     def one():  # type: ignore[no-untyped-def]
         yield Task(id="one", prompt=TRANSCRIPT)
@@ -80,26 +77,23 @@ def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) ->
     async def score() -> float:
         return 1.0
 
-    async def go() -> tuple[list[Message], ...]:
-        async with EchoChatServer() as server:
-            config = APIServerConfig(base_url=server.url, model_name="echo")
-            with ConversationStore(tmp_path / "c.sqlite") as store:
-                async with ChatService(config, store, SETTINGS) as service:
-                    chat = (await talk(service, TRANSCRIPT)).history.messages
-            rl = await palaestra.run(one(), server=config, group_size=1, folder=tmp_path / "runs")
-            prompts = tmp_path / "prompts.jsonl"
-            prompts.write_text(json.dumps({"prompt": TRANSCRIPT}))
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "palaestra", "batch", prompts, "--base-url", server.url, "--model", "echo"),
-                *("--toolsets", "terminal", "--run-name", "b"), cwd=tmp_path,
-            )  # fmt: skip
-            assert await process.wait() == 0
-            batch = palaestra.open_run(tmp_path / "data" / "b")
-            asked = [each["tools"] for each in server.asked]
-            assert all(tools == asked[0] for tools in asked)  # the model saw the same tools, too
-            return chat, rl.trajectories[0].messages, batch.trajectories[0].messages
-
-    chat, rl, batch = asyncio.run(go())
+    async with EchoChatServer() as server:
+        config = APIServerConfig(base_url=server.url, model_name="echo")
+        with ConversationStore(tmp_path / "c.sqlite") as store:
+            async with ChatService(config, store, SETTINGS) as service:
+                chat = (await talk(service, TRANSCRIPT)).history.messages
+        rl = await palaestra.run(one(), server=config, group_size=1, folder=tmp_path / "runs")
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": TRANSCRIPT}))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "palaestra", "batch", prompts, "--base-url", server.url, "--model", "echo"),
+            *("--toolsets", "terminal", "--run-name", "b"), cwd=tmp_path,
+        )  # fmt: skip
+        assert await process.wait() == 0
+        batch = palaestra.open_run(tmp_path / "data" / "b")
+        asked = [each["tools"] for each in server.asked]
+        assert all(tools == asked[0] for tools in asked)  # the model saw the same tools, too
+        rl, batch = rl.trajectories[0].messages, batch.trajectories[0].messages
     assert len(chat) == 8
     assert chat == rl == batch
 
@@ -140,10 +134,10 @@ def test_one_transcript_has_the_same_tokens_through_chat_and_rl(tmp_path: Path) 
     assert (left.tokens, left.masks, left.logprobs) == (right.tokens, right.masks, right.logprobs)
 
 
-def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None:
+async def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(["fine"])
 
-    async def go() -> None:
+    with ConversationStore(tmp_path / "c.sqlite") as store:
         async with TokenLoopback(ToyEngine(tokenizer, iter(["fine"] * 4)), tokenizer, kind="sglang") as server:
             config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
             async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, replace(SETTINGS)) as service:
@@ -152,9 +146,6 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
                 await taken_back.undo()
                 assert [event async for event in taken_back.send("hello")]
                 await talk(service, "nothing secret")
-
-    with ConversationStore(tmp_path / "c.sqlite") as store:
-        asyncio.run(go())
         store.users.set_consent("", True)
         left_out: Counter[str] = Counter()
         groups = list(session_groups(store, [], left_out, tokens=True))
@@ -162,7 +153,7 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
         assert ["nothing secret" in str(group.trajectories[0].messages) for group in groups] == [True]
 
 
-def test_tokens_that_only_a_sub_agent_saw_stay_out(tmp_path: Path) -> None:
+async def test_tokens_that_only_a_sub_agent_saw_stay_out(tmp_path: Path) -> None:
     def call(name: str, **arguments: str) -> str:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -171,15 +162,12 @@ def test_tokens_that_only_a_sub_agent_saw_stay_out(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(replies)
     engine = ToyEngine(tokenizer, iter(replies))
 
-    async def go() -> None:
+    with ConversationStore(tmp_path / "c.sqlite") as store:
         async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
             config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
             settings = ChatSettings(toolsets=("terminal", "delegation"), system_prompt=None)
             async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, settings) as service:
                 await talk(service, "go")
-
-    with ConversationStore(tmp_path / "c.sqlite") as store:
-        asyncio.run(go())
         store.users.set_consent("", True)
         [(*_, raw)] = store.ledgers.of(store.conversations()[0].id)
         rows = record_rows(msgspec.msgpack.decode(raw, type=LedgerRecord))

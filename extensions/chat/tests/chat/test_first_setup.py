@@ -16,7 +16,6 @@ from chat.test_one_shot import chat, play
 from chat.test_terminal import CTRL_C, PROMPT, echo_server, finish, seen
 from palaestra_chat.model_servers import (
     PROVIDERS,
-    FoundServer,
     local_servers,
     provider_servers,
     some,
@@ -129,13 +128,10 @@ def test_a_start_is_the_first_one_if_nothing_names_a_server(
     assert not is_first_start(words, environ)
 
 
-def test_servers_are_found_on_ports_and_by_keys(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> list[FoundServer]:
-        async with EchoChatServer() as server:
-            port = int(server.url.rpartition(":")[2].partition("/")[0])
-            return await local_servers({"Ollama": port, "nothing": 9})
-
-    (found,) = asyncio.run(scene())
+async def test_servers_are_found_on_ports_and_by_keys(caplog: pytest.LogCaptureFixture) -> None:
+    async with EchoChatServer() as server:
+        port = int(server.url.rpartition(":")[2].partition("/")[0])
+        (found,) = await local_servers({"Ollama": port, "nothing": 9})
     assert not caplog.records
     assert "the port of Ollama" in found.about
     assert found.models == ["echo"]

@@ -57,7 +57,7 @@ def check_well_formed(messages: list[Message]) -> None:
     assert messages[-1]["role"] == "assistant"
 
 
-def test_a_conversation_survives_kills(tmp_path: Path) -> None:
+async def test_a_conversation_survives_kills(tmp_path: Path) -> None:
     rng = random.Random(24)
     unknown = kills = 0
 
@@ -79,7 +79,7 @@ def test_a_conversation_survives_kills(tmp_path: Path) -> None:
                 assert "done" in output
                 unknown += check(folder)
 
-    asyncio.run(go())
+    await go()
     assert unknown  # at least one call was cut off in the middle, or the test has not tested it
 
 

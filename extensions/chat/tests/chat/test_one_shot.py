@@ -308,7 +308,9 @@ def test_no_variable_of_the_folder_reaches_a_conversation(tmp_path: Path, door: 
 
 
 @pytest.mark.parametrize("words", [("half of it",), ("half", " of", " it"), ("<think>half</think>",)])
-def test_text_of_a_connection_that_broke_is_not_part_of_the_answer(tmp_path: Path, words: tuple[str, ...]) -> None:
+async def test_text_of_a_connection_that_broke_is_not_part_of_the_answer(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     asked = 0
 
     async def complete(request: web.Request) -> web.StreamResponse:
@@ -329,11 +331,8 @@ def test_text_of_a_connection_that_broke_is_not_part_of_the_answer(tmp_path: Pat
         await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n")
         return reply
 
-    async def main() -> Ran:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", complete)
-        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
-            return await chat(tmp_path, "-p", "hello", "--base-url", f"{url}/v1", "--model", "m")
-
-    ran = asyncio.run(main())
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+        ran = await chat(tmp_path, "-p", "hello", "--base-url", f"{url}/v1", "--model", "m")
     assert (ran.code, ran.out, asked) == (0, "all of it\n", 2), ran.err

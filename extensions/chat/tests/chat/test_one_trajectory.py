@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from io import StringIO
@@ -87,28 +86,24 @@ async def rolled_out(server: object, prompt: str) -> Run:
     return await palaestra.run(tasks(prompt=prompt), server=server, group_size=1, **COMMON)
 
 
-def test_requests_and_messages_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_and_messages_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-    async def go() -> None:
-        requests, messages = [], []
-        for door in (talked, batched, rolled_out):
-            async with EchoChatServer() as model:
-                server = APIServerConfig(base_url=model.url, model_name="echo", timeout=60)
-                if door is rolled_out:
-                    messages.append((await rolled_out(server, TRANSCRIPT)).trajectories[0].messages)
-                elif door is batched:
-                    messages.append((await batched(tmp_path, server, TRANSCRIPT)).trajectories[0].messages)
-                else:
-                    messages.append((await talked(tmp_path, server, TRANSCRIPT))[0])
-            # what probes a server before a run has no tools or no conversation
-            requests.append([[each["messages"], each["tools"]] for each in model.asked if len(each["messages"]) > 1])
-        assert requests[0] == requests[1] == requests[2]
-        assert messages[0] == messages[1] == messages[2]
-        assert [each["role"] for each in messages[0]].count("tool") == 6
-        assert json.loads(messages[0][5]["content"])["output"] == "2\n"
-
-    asyncio.run(go())
+    requests, messages = [], []
+    for door in (talked, batched, rolled_out):
+        async with EchoChatServer() as model:
+            server = APIServerConfig(base_url=model.url, model_name="echo", timeout=60)
+            if door is rolled_out:
+                messages.append((await rolled_out(server, TRANSCRIPT)).trajectories[0].messages)
+            elif door is batched:
+                messages.append((await batched(tmp_path, server, TRANSCRIPT)).trajectories[0].messages)
+            else:
+                messages.append((await talked(tmp_path, server, TRANSCRIPT))[0])
+        # what probes a server before a run has no tools or no conversation
+        requests.append([[each["messages"], each["tools"]] for each in model.asked if len(each["messages"]) > 1])
+    assert requests[0] == requests[1] == requests[2]
+    assert messages[0] == messages[1] == messages[2]
+    assert [each["role"] for each in messages[0]].count("tool") == 6
+    assert json.loads(messages[0][5]["content"])["output"] == "2\n"
 
 
 def tokens(row: TokenRow) -> tuple[list[int], int]:
@@ -116,28 +111,24 @@ def tokens(row: TokenRow) -> tuple[list[int], int]:
     return list(row.tokens), sum(mask != -100 for mask in row.masks)
 
 
-def test_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     call = f'<tool_call>\n{{"name": "terminal", "arguments": {json.dumps({"command": "echo hi"})}}}\n</tool_call>'
     tokenizer = toy_tokenizer([call])
-
-    async def go() -> None:
-        rows = []
-        for door in (talked, batched, rolled_out):
-            engine = ToyEngine(tokenizer, iter([call, "It says hi."]))
-            async with TokenLoopback(engine, tokenizer, kind="sglang") as model:
-                config = APIServerConfig(base_url=model.url, model_name="toy", server_type="sglang")
-                server = SGLangEngine(config, tokenizer=tokenizer)
-                if door is talked:
-                    [record] = (await talked(tmp_path, server, "hello"))[1]
-                    ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
-                    rows.append([tokens(row) for row in record_rows(ledger)])
-                else:
-                    played = rolled_out(server, "hello") if door is rolled_out else batched(tmp_path, server, "hello")
-                    found = palaestra.training_rows((await played).trajectories[0])
-                    rows.append([([*row.prompt_ids, *row.completion_ids], sum(row.mask)) for row in found])
-        assert rows[0] == rows[1] == rows[2]
-        [(_, sampled)] = rows[0]
-        assert sampled == len(tokenizer.encode(call)) + len(tokenizer.encode("It says hi.")) + 2  # with their ends
-
-    asyncio.run(go())
+    rows = []
+    for door in (talked, batched, rolled_out):
+        engine = ToyEngine(tokenizer, iter([call, "It says hi."]))
+        async with TokenLoopback(engine, tokenizer, kind="sglang") as model:
+            config = APIServerConfig(base_url=model.url, model_name="toy", server_type="sglang")
+            server = SGLangEngine(config, tokenizer=tokenizer)
+            if door is talked:
+                [record] = (await talked(tmp_path, server, "hello"))[1]
+                ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
+                rows.append([tokens(row) for row in record_rows(ledger)])
+            else:
+                played = rolled_out(server, "hello") if door is rolled_out else batched(tmp_path, server, "hello")
+                found = palaestra.training_rows((await played).trajectories[0])
+                rows.append([([*row.prompt_ids, *row.completion_ids], sum(row.mask)) for row in found])
+    assert rows[0] == rows[1] == rows[2]
+    [(_, sampled)] = rows[0]
+    assert sampled == len(tokenizer.encode(call)) + len(tokenizer.encode("It says hi.")) + 2  # with their ends

@@ -51,7 +51,7 @@ def test_instructions_come_from_the_repository_and_the_person(tmp_path: Path) ->
     assert "nested" not in prompt
 
 
-def test_a_project_offers_skills_and_commands_but_no_files_of_others(tmp_path: Path) -> None:
+async def test_a_project_offers_skills_and_commands_but_no_files_of_others(tmp_path: Path) -> None:
     made = project(tmp_path)
     (tmp_path / "secret").mkdir()
     skill(tmp_path / "secret", "stolen", "a secret")
@@ -64,7 +64,7 @@ def test_a_project_offers_skills_and_commands_but_no_files_of_others(tmp_path: P
     assert sorted(made.skills()) == ["build", "review"]
     assert "- review: How to review" in str(made.prompt(None))
     (tool,) = made.skill_tools()
-    read = asyncio.run(tool.run({"name": "build"}, ToolRun()))
+    read = await tool.run({"name": "build"}, ToolRun())
     assert "my steps" in str(read)
 
     commands = tmp_path / "repo/sub/.claude/commands"
@@ -92,7 +92,7 @@ def test_a_rule_covers_a_program_only_if_nothing_else_runs(command: str, rule: s
 
 
 @pytest.mark.slots
-def test_modes_refuse_and_ask_and_remember_for_one_folder(tmp_path: Path) -> None:
+async def test_modes_refuse_and_ask_and_remember_for_one_folder(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def approve(request: ApprovalRequest) -> ApprovalAnswer:
@@ -125,5 +125,5 @@ def test_modes_refuse_and_ask_and_remember_for_one_folder(tmp_path: Path) -> Non
                         assert (await run(talk, "ls | cat"))["exit_code"] == 0
                         assert len(asked) == questions
 
-    asyncio.run(scene())
+    await scene()
     assert all("may change files in the sandbox" in question for question in asked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,14 +323,14 @@ def test_a_message_is_no_answer_and_edits_are_taken_one_by_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("command", ["/new", "/resume other", "/sandbox new"])
-def test_another_conversation_does_not_lose_changes_without_a_word(command: str) -> None:
+async def test_another_conversation_does_not_lose_changes_without_a_word(command: str) -> None:
     screen = MagicMock()
     changes = FolderChanges(screen, MagicMock())
     changes.unwritten = 2
     desk = MagicMock(changes=changes)
     name, _, rest = command.partition(" ")
     desk.opened.service.conversations = {}
-    asyncio.run(COMMANDS[name].run(desk, rest))
+    await COMMANDS[name].run(desk, rest)
     assert "not written: 2 changes" in screen.line.call_args[0][0]
     desk.use.assert_not_called()
     desk.talk.drop_slot.assert_not_called()

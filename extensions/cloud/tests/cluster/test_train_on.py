@@ -100,9 +100,9 @@ def test_the_model_listens_where_the_nodes_are() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")
-def test_nodes_of_a_ray_cluster_sample_from_the_model_here(tmp_path: Path, model: str) -> None:
+async def test_nodes_of_a_ray_cluster_sample_from_the_model_here(tmp_path: Path, model: str) -> None:
     with ray_cluster() as cluster:
         trainer = TabularTrainer(rate=2.0, tokenizer=load_tokenizer(model))
-        report = asyncio.run(trained(trainer, model, tmp_path / "runs", f"ray:{cluster.address}", steps=2))
+        report = await trained(trainer, model, tmp_path / "runs", f"ray:{cluster.address}", steps=2)
     assert (report.result.reason, len(trainer.steps)) == ("done", 2)
     assert {version for each in versions(Run(report.run.folder)) for version in each} == {"0", "1"}

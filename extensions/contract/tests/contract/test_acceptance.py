@@ -81,7 +81,7 @@ def a_call(name: str, arguments: str) -> dict[str, JSON]:
     return {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_agent_loop() -> None:
+async def test_agent_loop() -> None:
     """`HermesAgentLoop`, its parameters, the `tool_handler` and the fields of `AgentResult` and `ToolError`."""
     loop_type = old("environments.agent_loop", "HermesAgentLoop")
     as_object = SimpleNamespace(
@@ -110,7 +110,7 @@ def test_agent_loop() -> None:
         budget_config=budget,
     )
     messages = [{"role": "user", "content": "Add."}]
-    result = asyncio.run(loop.run(messages))
+    result = await loop.run(messages)
     assert isinstance(result, old("environments.agent_loop", "AgentResult"))
     assert result.messages is messages  # changed in place
     assert ran == [("add", {"a": 1}, "t")]
@@ -130,7 +130,7 @@ def test_agent_loop() -> None:
     old("environments.patches", "apply_patches")()
 
 
-def test_tools_and_toolsets() -> None:
+async def test_tools_and_toolsets() -> None:
     """`model_tools`, `toolsets`, `toolset_distributions` and the wire types of `atropos.tools`."""
     defined = old("model_tools", "get_tool_definitions")(["terminal_tools", "file"], ["file"], quiet_mode=True)
     assert [each["function"]["name"] for each in defined] == ["terminal", "process"]
@@ -165,7 +165,7 @@ def test_tools_and_toolsets() -> None:
     registry = old("atropos.tools", "ToolRegistry")()
     registry.register(Add())
     assert registry.list_tools() == ["add"]
-    assert asyncio.run(registry.execute(call)).output == "2"
+    assert (await registry.execute(call)).output == "2"
     assert Add().is_available() == (True, None)
     assert old("atropos.tools", "build_tool_registry")(["terminal"], None, tool_server_url=None).get("terminal")
 
@@ -310,50 +310,46 @@ def test_agent_env() -> None:
 
 
 @pytest.mark.slots
-def test_slot_pool_and_executor() -> None:
+async def test_slot_pool_and_executor() -> None:
     """`SlotPool`, `Slot`, `ExecutionResult`, `SandboxExecutor` and `ToolExecutor`."""
     pool_type, executor_type = old("atropos.slots", "SlotPool"), old("atropos.tools.tool_executor", "ToolExecutor")
     tools = old("atropos.tools", "build_tool_registry")(["terminal", "file"])
     call_type = old("atropos.tools", "ToolCall")
-
-    async def scenario() -> None:
-        pool = pool_type(old("atropos.slots", "SlotPoolConfig")(acquire_timeout=9))
-        await pool.start()
-        try:
-            slot = await pool.acquire("t1")
-            described = slot.to_dict()
-            assert (described["trajectory_id"], described["state"], slot.alloc_id) == ("t1", "acquired", "")
-            assert slot.state == old("atropos.slots.slot", "SlotState").ACQUIRED
-            with pytest.raises(AttributeError, match=r"SlotPool\.execute"):
-                _ = slot.container_addr
-            with pytest.raises(ConfigError, match=r"SlotPool\.acquire"):
-                Slot.from_dict(described)
-            async with old("atropos.slots.executor", "SandboxExecutor")(timeout=9, max_retries=3) as by_name:
-                made, read = await by_name.execute_batch(
-                    [(slot, "write_file", {"path": "a", "content": "x"}), (slot, "nothing", {})]
-                )
-                assert (made.success, read.success) == (True, False)
-                done = await by_name.execute(slot, "bash_stateful", {"command": "cd /tmp; exit 3"})
-                assert done.metadata["returncode"] == done.metadata["exit_code"] == 3
-            assert isinstance(done, old("atropos.slots", "ExecutionResult"))
-            await pool.release(slot, reset_workspace=True)
-            pool.register_image("t2", "/nowhere")
-            with pytest.raises(ConfigError, match="'/nowhere' does not exist"):
-                await pool.acquire("t2")
-            stats = pool.get_stats()
-            assert {"total_slots", "available_slots", "acquired_slots", "containers", "slots_by_state"} <= stats.keys()
-            executor = executor_type(pool=pool, tools=tools)
-            await executor.start()
-            args = {"command": "echo $((1+1))", "allow_network": True}
-            assert (await executor.execute("t3", call_type("bash", args))).output == "2\n"
-            assert (await executor.execute("t3", call_type("fly", {}))).error == "Unknown tool: fly"
-            assert (executor.stats.total_requests, executor.stats.total_errors, executor.queue_size()) == (2, 1, 0)
-            await executor.release_trajectory("t3", reset_workspace=True)
-            await executor.close()
-        finally:
-            await pool.stop(purge_job=True)
-
-    asyncio.run(scenario())
+    pool = pool_type(old("atropos.slots", "SlotPoolConfig")(acquire_timeout=9))
+    await pool.start()
+    try:
+        slot = await pool.acquire("t1")
+        described = slot.to_dict()
+        assert (described["trajectory_id"], described["state"], slot.alloc_id) == ("t1", "acquired", "")
+        assert slot.state == old("atropos.slots.slot", "SlotState").ACQUIRED
+        with pytest.raises(AttributeError, match=r"SlotPool\.execute"):
+            _ = slot.container_addr
+        with pytest.raises(ConfigError, match=r"SlotPool\.acquire"):
+            Slot.from_dict(described)
+        async with old("atropos.slots.executor", "SandboxExecutor")(timeout=9, max_retries=3) as by_name:
+            made, read = await by_name.execute_batch(
+                [(slot, "write_file", {"path": "a", "content": "x"}), (slot, "nothing", {})]
+            )
+            assert (made.success, read.success) == (True, False)
+            done = await by_name.execute(slot, "bash_stateful", {"command": "cd /tmp; exit 3"})
+            assert done.metadata["returncode"] == done.metadata["exit_code"] == 3
+        assert isinstance(done, old("atropos.slots", "ExecutionResult"))
+        await pool.release(slot, reset_workspace=True)
+        pool.register_image("t2", "/nowhere")
+        with pytest.raises(ConfigError, match="'/nowhere' does not exist"):
+            await pool.acquire("t2")
+        stats = pool.get_stats()
+        assert {"total_slots", "available_slots", "acquired_slots", "containers", "slots_by_state"} <= stats.keys()
+        executor = executor_type(pool=pool, tools=tools)
+        await executor.start()
+        args = {"command": "echo $((1+1))", "allow_network": True}
+        assert (await executor.execute("t3", call_type("bash", args))).output == "2\n"
+        assert (await executor.execute("t3", call_type("fly", {}))).error == "Unknown tool: fly"
+        assert (executor.stats.total_requests, executor.stats.total_errors, executor.queue_size()) == (2, 1, 0)
+        await executor.release_trajectory("t3", reset_workspace=True)
+        await executor.close()
+    finally:
+        await pool.stop(purge_job=True)
     executor_config = old("atropos.tools.tool_executor", "ToolExecutorConfig")()
     assert (executor_config.batch_window_ms, executor_config.max_batch_size) == (20, 200)
     assert executor_type(backend=pool_type(), config=executor_config).config is executor_config
@@ -373,7 +369,7 @@ def test_a_program_that_is_a_command_here(module: str, name: str, instead: str) 
         old(module, name)
 
 
-def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nomad, Modal and docker: classes, settings from dicts, variables and profiles, and `create_tool_backend`."""
     modal = old("atropos.backends.modal_backend", "ModalSandboxConfig")
     assert modal.from_dict("gpu", {"image": "x", "gpu": "T4"}).gpu == "T4"
@@ -394,7 +390,7 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
     assert old("atropos.backends.docker_direct_backend", "docker_image_exists")("mine:1") is False
     building = old("atropos.backends.docker_direct_backend", "build_docker_image")("/nowhere", "mine:1", timeout_s=9)
-    assert asyncio.run(building) is False
+    assert await building is False
 
 
 @pytest.mark.slots

@@ -90,10 +90,10 @@ async def over_chat(folder: Path, answers: Sequence[JSON], *flags: str) -> tuple
 
 
 @pytest.mark.slots
-def test_a_chat_server_that_writes_its_calls_as_text(tmp_path: Path) -> None:
+async def test_a_chat_server_that_writes_its_calls_as_text(tmp_path: Path) -> None:
     broken = '<tool_call>{"name": "terminal", "arguments": {"command": </tool_call>'
     answers = [completion(f"Let me look.\n{broken}\n{CALL}"), completion("It is done: alpha.")]
-    code, stderr, seen = asyncio.run(over_chat(tmp_path, answers))
+    code, stderr, seen = await over_chat(tmp_path, answers)
     assert code == 0, stderr
     (group,) = lines(groups_file(tmp_path))
     assert group["scores"] == [1.0]
@@ -330,62 +330,53 @@ def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path,
 
 
 @pytest.mark.slots
-def test_run_agent_has_sub_agents_in_its_own_slot(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said = [call("terminal", command="echo 42 > seed.txt"), GIVES, LOOKS, TELLS, "Done."]
-        async with LoopbackServer(*(FakeAnswer(completion(text)) for text in said)) as server:
-            argv = ["evaluate", "--openai.base_url", server.url, *DELEGATE]
-            argv += ["--env.data_dir_to_save_evals", str(tmp_path / "evals")]
-            with (tmp_path / "log").open("w") as stream:
-                await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
-            asked = [request.body for request in server.seen if request.method == "POST"]
-            assert '"output": "42\\n"' in asked[3]["messages"][-1]["content"]
-            assert "I found it." in asked[4]["messages"][-1]["content"]
-
-    asyncio.run(scenario())
+async def test_run_agent_has_sub_agents_in_its_own_slot(tmp_path: Path) -> None:
+    said = [call("terminal", command="echo 42 > seed.txt"), GIVES, LOOKS, TELLS, "Done."]
+    async with LoopbackServer(*(FakeAnswer(completion(text)) for text in said)) as server:
+        argv = ["evaluate", "--openai.base_url", server.url, *DELEGATE]
+        argv += ["--env.data_dir_to_save_evals", str(tmp_path / "evals")]
+        with (tmp_path / "log").open("w") as stream:
+            await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
+        asked = [request.body for request in server.seen if request.method == "POST"]
+        assert '"output": "42\\n"' in asked[3]["messages"][-1]["content"]
+        assert "I found it." in asked[4]["messages"][-1]["content"]
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert found == {"answer": "Done.", "held": 0, "success": True, "error": "", "tool_calls": 2}
 
 
 @pytest.mark.slots
-def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        look = CALL.replace("cp seed.txt word.txt", "echo $((40 + 2))")
-        async with LoopbackServer(FakeAnswer(completion(look)), FakeAnswer(completion("42"))) as server:
-            argv = [
-                "evaluate",
-                "--openai.base_url",
-                server.url,
-                "--env.data_dir_to_save_evals",
-                str(tmp_path / "evals"),
-            ]
-            with (tmp_path / "log").open("w") as stream:
-                await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
-            asked = [request.body for request in server.seen if request.method == "POST"]
-            seen = asked[1]["messages"][-1]["content"]
-            assert '"output": "42\\n"' in seen
-            assert "stdout" not in seen  # the text of a rollout, not of the tool executor
-
-    asyncio.run(scenario())
+async def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
+    look = CALL.replace("cp seed.txt word.txt", "echo $((40 + 2))")
+    async with LoopbackServer(FakeAnswer(completion(look)), FakeAnswer(completion("42"))) as server:
+        argv = [
+            "evaluate",
+            "--openai.base_url",
+            server.url,
+            "--env.data_dir_to_save_evals",
+            str(tmp_path / "evals"),
+        ]
+        with (tmp_path / "log").open("w") as stream:
+            await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
+        asked = [request.body for request in server.seen if request.method == "POST"]
+        seen = asked[1]["messages"][-1]["content"]
+        assert '"output": "42\\n"' in seen
+        assert "stdout" not in seen  # the text of a rollout, not of the tool executor
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert found == {"answer": "42", "held": 0, "success": True, "error": "", "tool_calls": 1}
 
 
 @pytest.mark.slots
-def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with LoopbackServer(FakeAnswer(completion("Copied."))) as server:
-            argv = [
-                "evaluate",
-                "--openai.base_url",
-                server.url,
-                "--env.data_dir_to_save_evals",
-                str(tmp_path / "evals"),
-            ]
-            with (tmp_path / "log").open("w") as stream:
-                await run(form_of(Collecting), parsed(Collecting, argv), root=tmp_path / "runs", stream=stream)
-
-    asyncio.run(scenario())
+async def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
+    async with LoopbackServer(FakeAnswer(completion("Copied."))) as server:
+        argv = [
+            "evaluate",
+            "--openai.base_url",
+            server.url,
+            "--env.data_dir_to_save_evals",
+            str(tmp_path / "evals"),
+        ]
+        with (tmp_path / "log").open("w") as stream:
+            await run(form_of(Collecting), parsed(Collecting, argv), root=tmp_path / "runs", stream=stream)
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert found == {"one": 1.0, "two": [1.0] * 4, "seen": ["system", "user", "assistant"], "backlog": []}
 

@@ -204,17 +204,13 @@ def test_a_failure_of_the_world_keeps_the_record(failure: Exception, outcome: Ou
     assert result.messages[-1]["role"] == "user"
 
 
-def test_cancellation_leaves_a_complete_record() -> None:
+async def test_cancellation_leaves_a_complete_record() -> None:
     agent, server = make(call("add", a=1), None)
-
-    async def scenario() -> None:
-        running = asyncio.create_task(agent.run("Add."))
-        await server.stuck.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(agent.run("Add."))
+    await server.stuck.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert agent.result.outcome is Outcome.CANCELLED
     assert [message["role"] for message in agent.result.messages] == ["system", "user", "assistant", "user"]
     assert len(agent.result.steps) == 1
@@ -261,7 +257,7 @@ def test_the_prompt_of_the_user_is_never_a_template() -> None:
     assert with_tools("", []) == ""
 
 
-def test_earlier_messages_may_hold_structured_calls_and_a_system_prompt() -> None:
+async def test_earlier_messages_may_hold_structured_calls_and_a_system_prompt() -> None:
     function = {"name": "add", "arguments": '{"a": 1}'}
     example: list[Message] = [
         {"role": "system", "content": "Be brief."},
@@ -269,7 +265,7 @@ def test_earlier_messages_may_hold_structured_calls_and_a_system_prompt() -> Non
         {"role": "tool", "tool_call_id": "x", "content": "1"},
     ]
     agent, server = make(call("add", a=2), "2")
-    result = asyncio.run(agent.run("Go on.", example))
+    result = await agent.run("Go on.", example)
     shown = server.requests[0]["messages"]
     assert shown[0]["content"].startswith("Be brief.\n\n")
     assert shown[1] == {
@@ -295,12 +291,12 @@ def test_a_single_turn_with_and_without_its_tools() -> None:
         asyncio.run(agent.run_single_turn(asked))
 
 
-def test_tool_messages_from_elsewhere_are_shown_as_they_are() -> None:
+async def test_tool_messages_from_elsewhere_are_shown_as_they_are() -> None:
     agent, server = make("ok")
     earlier: list[Message] = [
         {"role": "tool", "content": text} for text in ('{"success": true, "path": "a"}', "no JSON", "[1]")
     ]
-    asyncio.run(agent.run("Go on.", earlier))
+    await agent.run("Go on.", earlier)
     shown = [json.loads(line[15:-16]) for line in server.requests[0]["messages"][1]["content"].split("\n")]
     assert [each["output"] for each in shown] == [message["content"] for message in earlier]
 
@@ -391,7 +387,7 @@ KINDS = ("a server", "a group", "a group of two", "a managed server", "the serve
 
 @pytest.mark.parametrize("play", [one_run, single_turns, a_loop])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_agent_of_a_class_keeps_the_tokens_of_a_server_that_continues_ids(
+async def test_an_agent_of_a_class_keeps_the_tokens_of_a_server_that_continues_ids(
     play: Callable[[ChatServer], Coroutine[object, object, AgentResult]], kind: str
 ) -> None:
     said = [call("add", a=1), "Two."]
@@ -402,7 +398,7 @@ def test_an_agent_of_a_class_keeps_the_tokens_of_a_server_that_continues_ids(
         "a managed server": group.managed_server(),
         "the server of a rollout": RolloutServer(group, servers[0]),
     }
-    result = asyncio.run(play(server.get(kind, group)))
+    result = await play(server.get(kind, group))
     row = result.to_scored_data(0.5)
     assert row is not None
     trained = [mask for mask in row["masks"] if mask != -100]
@@ -450,11 +446,11 @@ OF_HOOKS: dict[str, JSON] = {
         ({"exit_code": 3, "timeout": True}, {"exit_code": 3, "timeout": True}),
     ],
 )
-def test_a_model_reads_no_metadata_that_hooks_get(metadata: dict[str, JSON], shown: dict[str, JSON]) -> None:
+async def test_a_model_reads_no_metadata_that_hooks_get(metadata: dict[str, JSON], shown: dict[str, JSON]) -> None:
     async def execute(call: ToolCall) -> ToolResult:
         return ToolResult(True, "2", metadata=metadata)
 
     agent = AtroposAgent(server=Exact([call("add", a=1), "Two."]), tools=TOOLS, execute_tool=execute)
-    asyncio.run(agent.run("Add"))
+    await agent.run("Add")
     (seen,) = [each["content"] for each in agent.result.messages if "<tool_response>" in str(each["content"])[:20]]
     assert json.loads(seen.removeprefix("<tool_response>").removesuffix("</tool_response>"))["metadata"] == shown

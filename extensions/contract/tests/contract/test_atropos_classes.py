@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -93,12 +92,12 @@ def test_values_that_atropos_takes() -> None:
     assert (config.min_items_sent_before_logging, config.inference_weight) == (0, -1.0)
 
 
-def test_a_table_of_rollouts_is_shown(env: Tables) -> None:
+async def test_a_table_of_rollouts_is_shown(env: Tables) -> None:
     environment = CollectedEnvironment(env)
     env.rollouts_for_wandb = [[("first", 0.5, "short"), ("second", 1, "right")]]  # type: ignore[list-item]
     assert environment.shown() == [("first", 0.5), ("second", 1.0)]
     env.completion_lengths = [3, 4]
-    figures = asyncio.run(environment.figures())
+    figures = await environment.figures()
     assert figures == {}
     assert env.rollouts_for_wandb == []
     assert environment.shown() == [("first", 0.5), ("second", 1.0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import ClassVar
@@ -144,10 +143,10 @@ class Sums(EvalBase):
         }
 
 
-def test_an_evaluation_writes_its_metrics_and_samples(tmp_path: Path) -> None:
+async def test_an_evaluation_writes_its_metrics_and_samples(tmp_path: Path) -> None:
     server = ServerGroup(APIServerConfig(server_type="scripted", model_name="noop"))
     evaluation = Sums(temperature=0.5, eval_dir=str(tmp_path / "out"), pass_at_n_samples=4)
-    assert asyncio.run(evaluation(server)) == {"right": 0.5, "temperature": 0.5}
+    assert await evaluation(server) == {"right": 0.5, "temperature": 0.5}
     report = json.loads((tmp_path / "out/metrics.json").read_text())
     assert report["results"]["atropos|Sums@1:4|0"] == report["results"]["all"] == {"right": 0.5, "temperature": 0.5}
     assert report["config_general"]["generation_parameters"]["n"] == 4

@@ -197,7 +197,7 @@ def instance(cls: type[BaseEnv], server: APIServerConfig = ORACLE, **settings: J
 
 
 @pytest.mark.parametrize(("cls", "call", "scores"), CALLS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_program_calls_an_instance(
+async def test_a_program_calls_an_instance(
     cls: type[BaseEnv],
     call: Callable[[JSON], Awaitable[list[float]]],
     scores: Sequence[float],
@@ -205,33 +205,23 @@ def test_a_program_calls_an_instance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    async def main() -> None:
-        env = instance(cls, NOOP if cls is Rows or call in (a_reply, an_agent) else ORACLE)
-        await env.setup()
-        assert await call(env) == scores
-        assert env.setups == (2 if call is after_a_run else 1)  # as in the original, the manager calls it
-        assert getattr(env, "managed", 1) == 1
-
-    asyncio.run(main())
+    env = instance(cls, NOOP if cls is Rows or call in (a_reply, an_agent) else ORACLE)
+    await env.setup()
+    assert await call(env) == scores
+    assert env.setups == (2 if call is after_a_run else 1)  # as in the original, the manager calls it
+    assert getattr(env, "managed", 1) == 1
     assert call is after_a_run or list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("allowed", "count"), [(True, "2"), (False, "1")])
-def test_the_settings_of_an_instance_hold(allowed: bool, count: str) -> None:
-    async def main() -> None:
-        env = instance(Words, allow_network=allowed)
-        await env.setup()
-        assert await one(env) == [1.0]
-        assert env.interfaces == count
-
-    asyncio.run(main())
+async def test_the_settings_of_an_instance_hold(allowed: bool, count: str) -> None:
+    env = instance(Words, allow_network=allowed)
+    await env.setup()
+    assert await one(env) == [1.0]
+    assert env.interfaces == count
 
 
-def test_a_failed_rollout_has_no_row() -> None:
-    async def main() -> None:
-        env = instance(Broken)
-        await env.setup()
-        assert await env.collect_trajectory(await env.get_next_item()) == (None, [])
-
-    asyncio.run(main())
+async def test_a_failed_rollout_has_no_row() -> None:
+    env = instance(Broken)
+    await env.setup()
+    assert await env.collect_trajectory(await env.get_next_item()) == (None, [])

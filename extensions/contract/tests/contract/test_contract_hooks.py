@@ -139,19 +139,16 @@ def test_there_is_a_script_for_every_hook() -> None:
     assert {path.name for path in SCRIPTS.glob("*_env.py")} == used
 
 
-def test_env_manager_surrounds_serve(tmp_path: Path) -> None:
-    async def scenario() -> Done:
-        async with serving() as url, Talk(url) as api:
-            await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=1, batch_size=2))
-            flags = ["--env.rollout_server_url", url, "--env.allow_placeholder_tokens", "true", "--tasks", "1"]
-            script = SCRIPTS / "env_manager_env.py"
-            running = asyncio.to_thread(run_script, script, tmp_path, *flags, command="serve")
-            done = asyncio.create_task(running)
-            while not done.done() and (await api.get("/batch"))["batch"] is None:  # noqa: ASYNC110 - the wire has only this
-                await asyncio.sleep(0.05)
-            return await done
-
-    done = asyncio.run(scenario())
+async def test_env_manager_surrounds_serve(tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=1, batch_size=2))
+        flags = ["--env.rollout_server_url", url, "--env.allow_placeholder_tokens", "true", "--tasks", "1"]
+        script = SCRIPTS / "env_manager_env.py"
+        running = asyncio.to_thread(run_script, script, tmp_path, *flags, command="serve")
+        done = asyncio.create_task(running)
+        while not done.done() and (await api.get("/batch"))["batch"] is None:  # noqa: ASYNC110 - the wire has only this
+            await asyncio.sleep(0.05)
+        done = await done
     assert done.code == 0, done.stderr
     assert kept_alive(done)
     assert f"{1 << 16} tokens at most" in (tmp_path / "service.txt").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -37,7 +36,7 @@ def run(script: str, *flags: str) -> tuple[int, list[Group]]:
     return code, list(Recording(journal))
 
 
-def test_a_context_by_name_has_the_slot_of_the_tasks_tools() -> None:
+async def test_a_context_by_name_has_the_slot_of_the_tasks_tools() -> None:
     async def scenario() -> None:
         await handle_function_call_async("terminal", {"command": "echo one > a.txt; echo two > /tmp/b.txt"}, "by-name")
         context = ToolContext("by-name")
@@ -48,7 +47,7 @@ def test_a_context_by_name_has_the_slot_of_the_tasks_tools() -> None:
         context.cleanup()
 
     try:
-        asyncio.run(bridged(scenario()))
+        await bridged(scenario())
         assert ToolContext("by-name").terminal("ls")["output"] == ""  # also without an event loop
     finally:
         cleanup_vm("by-name")
@@ -391,7 +390,7 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("backend", ["docker", "daytona"])
-def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(
+async def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
@@ -400,19 +399,13 @@ def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(
     Path("named_env.py").write_text(REFUSED)
     config = HermesAgentEnvConfig(terminal_backend=backend, enabled_toolsets=["terminal"])
     servers = [palaestra.APIServerConfig(model_name="m")]
-
-    async def scenario() -> None:
-        environment = load_environment("named_env.py", Path()).build(config, servers, None)
-        await environment.open()
-        with pytest.raises(ConfigError, match=backend):
-            await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
-        await environment.aclose()
-        assert (
-            json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
-        )
-        cleanup_vm("elsewhere")
-
-    asyncio.run(scenario())
+    environment = load_environment("named_env.py", Path()).build(config, servers, None)
+    await environment.open()
+    with pytest.raises(ConfigError, match=backend):
+        await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
+    await environment.aclose()
+    assert json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
+    cleanup_vm("elsewhere")
 
 
 DUMMY = """

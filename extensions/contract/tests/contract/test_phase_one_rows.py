@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +77,15 @@ CASES: list[tuple[type[HermesAgentBaseEnv], str, bool, str]] = [
 
 
 @pytest.mark.parametrize(("cls", "name", "tokenised", "source"), CASES)
-def test_a_row_has_the_tokens_of_its_conversation(
+async def test_a_row_has_the_tokens_of_its_conversation(
     cls: type[HermesAgentBaseEnv], name: str, tokenised: bool, source: str, folder: str, tmp_path: Path
 ) -> None:
-    async def main() -> JSON:
-        prompt = folder if cls is Assigned else None
-        settings = {"tokenizer_name": name.replace("FOLDER", folder), "system_prompt": prompt}
-        config = cls.env_config_cls.model_validate({"enabled_toolsets": ["terminal"], **settings})
-        env = cls(config, [APIServerConfig(server_type="scripted", model_name="oracle")])
-        await env.setup()
-        return (await env.collect_trajectory(await env.get_next_item()))[0]
-
-    row = asyncio.run(main())
+    prompt = folder if cls is Assigned else None
+    settings = {"tokenizer_name": name.replace("FOLDER", folder), "system_prompt": prompt}
+    config = cls.env_config_cls.model_validate({"enabled_toolsets": ["terminal"], **settings})
+    env = cls(config, [APIServerConfig(server_type="scripted", model_name="oracle")])
+    await env.setup()
+    row = (await env.collect_trajectory(await env.get_next_item()))[0]
     text = "\n".join(message["content"] for message in row["messages"] if message.get("content"))
     tokens = load_tokenizer(folder).encode(text)
     assert (list(row["tokens"]) == list(tokens)) is tokenised

@@ -226,16 +226,13 @@ async def refused(executor: ToolExecutor, trajectory_id: str) -> None:
 
 
 @pytest.mark.parametrize("switch", ["require_sandbox", "require_stateful_sandbox"])
-def test_require_sandbox_refuses_a_slot_that_is_isolated_less_well(switch: str) -> None:
-    async def main() -> Source:
-        source = Source(Rung.CONFINED)
-        config = ToolExecutorConfig(**{switch: True})
-        async with ToolExecutor(pool=source, tools=Bench().registry, config=config) as executor:
-            with pytest.raises(IsolationUnavailable, match="confined"):
-                await executor.execute("t1", call("a"))
-        return source
-
-    assert asyncio.run(main()).events == ["acquire t1", "release slot of t1"]
+async def test_require_sandbox_refuses_a_slot_that_is_isolated_less_well(switch: str) -> None:
+    source = Source(Rung.CONFINED)
+    config = ToolExecutorConfig(**{switch: True})
+    async with ToolExecutor(pool=source, tools=Bench().registry, config=config) as executor:
+        with pytest.raises(IsolationUnavailable, match="confined"):
+            await executor.execute("t1", call("a"))
+    assert source.events == ["acquire t1", "release slot of t1"]
 
 
 def test_what_is_not_there_is_refused_at_once() -> None:
@@ -245,12 +242,10 @@ def test_what_is_not_there_is_refused_at_once() -> None:
         ToolExecutor(tools=ToolRegistry())
 
 
-def test_bash_is_another_name_of_terminal() -> None:
-    async def main() -> ToolResult:
-        async with ToolExecutor(Source(), build_tool_registry()) as executor:
-            return await executor.execute("t1", ToolCall("bash", {"command": "ls", "pty": True}))
-
-    assert "pty needs background=true" in asyncio.run(main()).error
+async def test_bash_is_another_name_of_terminal() -> None:
+    async with ToolExecutor(Source(), build_tool_registry()) as executor:
+        result = await executor.execute("t1", ToolCall("bash", {"command": "ls", "pty": True}))
+    assert "pty needs background=true" in result.error
 
 
 @pytest.mark.parametrize(
@@ -272,8 +267,8 @@ def test_replies_become_results(reply: ToolReply, result: ToolResult) -> None:
 
 
 @pytest.mark.slots
-def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> None:
-    async def main() -> None:
+async def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> None:
+    try:
         config = ToolExecutorConfig(allow_network=False)
         async with (
             SlotPool(SlotPoolConfig(max_slots=2), LocalBackend()) as pool,
@@ -306,9 +301,6 @@ def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> 
                 assert not ended.done()
                 await executor.release_trajectory("t1")
             assert (await executor.execute("t1", shell("cat mark"))).success is False
-
-    try:
-        asyncio.run(main())
     except IsolationUnavailable as error:
         pytest.skip(str(error))
 

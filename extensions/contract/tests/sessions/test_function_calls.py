@@ -96,19 +96,16 @@ def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, t
         session.override("c", {"docker_imag": "x"})
 
 
-def test_a_call_waits_for_no_other_task_and_can_be_cancelled(session: ToolSession) -> None:
-    async def scenario() -> None:
-        naptime = nap()
-        left = asyncio.create_task(session.handle_async("terminal", {"command": naptime}, "a"))
-        right = await session.handle_async("terminal", {"command": "echo done"}, "b")
-        assert json.loads(right)["output"] == "done\n"
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
-        seen = await session.handle_async("terminal", {"command": f"pgrep -cxf '{naptime}' || true"}, "a")
-        assert json.loads(seen)["output"].strip() == "0"
-
-    asyncio.run(scenario())
+async def test_a_call_waits_for_no_other_task_and_can_be_cancelled(session: ToolSession) -> None:
+    naptime = nap()
+    left = asyncio.create_task(session.handle_async("terminal", {"command": naptime}, "a"))
+    right = await session.handle_async("terminal", {"command": "echo done"}, "b")
+    assert json.loads(right)["output"] == "done\n"
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    seen = await session.handle_async("terminal", {"command": f"pgrep -cxf '{naptime}' || true"}, "a")
+    assert json.loads(seen)["output"].strip() == "0"
 
 
 def test_a_closed_session_takes_no_calls() -> None:
@@ -132,7 +129,7 @@ class OneCall:
         return {"choices": [{"message": {"content": "ok", "tool_calls": calls}, "finish_reason": "stop"}]}
 
 
-def test_a_loop_without_a_handler_runs_the_tools_in_a_slot_of_its_task(
+async def test_a_loop_without_a_handler_runs_the_tools_in_a_slot_of_its_task(
     session: ToolSession,
 ) -> None:
     use_session(session)
@@ -143,7 +140,7 @@ def test_a_loop_without_a_handler_runs_the_tools_in_a_slot_of_its_task(
         return await loop.run([{"role": "user", "content": "what is 6 * 7?"}])
 
     try:
-        result = asyncio.run(run())
+        result = await run()
         assert session.tasks() == ["loop-1"]
     finally:
         use_session(ToolSession())

@@ -56,7 +56,7 @@ def serving(*argv: str, env: dict[str, str] | None = None) -> Iterator[tuple[sub
 
 @pytest.mark.slots
 @pytest.mark.slow
-def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_path: Path) -> None:
+async def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_path: Path) -> None:
     tools, token = tmp_path / "my_tools.py", tmp_path / "token"
     tools.write_text(TOOLS)
     token.write_text("sesame\n")
@@ -76,7 +76,7 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             "TOOL_EXECUTOR_JOB_ID": "old",
         }
         with serving("executor", "--slots", "2", "--toolset", "default", env=env) as (process, url):
-            asyncio.run(scenario(url))
+            await scenario(url)
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             assert (
@@ -87,7 +87,7 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
 
 @pytest.mark.slots
 @pytest.mark.slow
-def test_an_executor_has_its_slots_in_nomad() -> None:
+async def test_an_executor_has_its_slots_in_nomad() -> None:
     async def scenario(url: str) -> None:
         async with Client(url, "") as client:
             assert await client.bash("t1", "echo here") == "here\n"
@@ -102,7 +102,7 @@ def test_an_executor_has_its_slots_in_nomad() -> None:
         }
         with serving("executor", "--slots", "2", "--toolset", "default", env=env) as (process, url):
             assert list(nomad.jobs) == ["mine"]
-            asyncio.run(scenario(url))
+            await scenario(url)
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             assert "no effect" not in process.stderr.read()
@@ -133,7 +133,7 @@ PREFIX = Prefix("EXT:")
 
 
 @pytest.mark.slow
-def test_subclasses_of_tool_are_served(tmp_path: Path) -> None:
+async def test_subclasses_of_tool_are_served(tmp_path: Path) -> None:
     file = tmp_path / "classes.py"
     file.write_text(CLASSES)
 
@@ -143,7 +143,7 @@ def test_subclasses_of_tool_are_served(tmp_path: Path) -> None:
             assert (await client.call("t1", "prefix", {"text": "hi"}))["output"] == "EXT:hi"
 
     with serving("tools", str(file)) as (_, url):
-        asyncio.run(scenario(url))
+        await scenario(url)
 
 
 def test_a_tool_class_that_needs_arguments_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -155,19 +155,16 @@ def test_a_tool_class_that_needs_arguments_is_refused_by_its_name(tmp_path: Path
 
 @pytest.mark.slots
 @pytest.mark.slow
-def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:
-    async def scenario() -> None:
-        async with LoopbackServer(FakeAnswer(completion("It is done."))) as server:
-            flags = ["--slots", "1", "--base-url", f"{server.url}/v1", "--model", "m"]
-            env = {"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_API_KEY": "sesame"}
-            with serving("executor", *flags, env=env) as (_, url):
-                async with Client(url) as client:
-                    result = await client.call("t1", "delegate_task", {"goal": "do it"})
-        assert json.loads(result["output"])["results"][0]["summary"] == "It is done."
-        assert server.seen[-1].body["model"] == "m"
-        assert server.seen[-1].headers["Authorization"] == "Bearer sesame"
-
-    asyncio.run(scenario())
+async def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:
+    async with LoopbackServer(FakeAnswer(completion("It is done."))) as server:
+        flags = ["--slots", "1", "--base-url", f"{server.url}/v1", "--model", "m"]
+        env = {"PATH": "/usr/bin:/bin", "TOOL_EXECUTOR_API_KEY": "sesame"}
+        with serving("executor", *flags, env=env) as (_, url):
+            async with Client(url) as client:
+                result = await client.call("t1", "delegate_task", {"goal": "do it"})
+    assert json.loads(result["output"])["results"][0]["summary"] == "It is done."
+    assert server.seen[-1].body["model"] == "m"
+    assert server.seen[-1].headers["Authorization"] == "Bearer sesame"
 
 
 @pytest.mark.slots
@@ -222,7 +219,7 @@ async def without_a_network(url: str) -> None:
             assert (await client.call("t1", name, {"url": "http://1.1.1.1/"}))["error"] == f"Unknown tool: {name}"
 
 
-def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
+async def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Secrets that a cluster hands over as variables end with one; so do files."""
@@ -242,7 +239,7 @@ def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
             finally:
                 await link.aclose()
 
-    assert asyncio.run(listed()) == []
+    assert await listed() == []
 
 
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,69 +90,60 @@ async def results(executor: ToolExecutor) -> list[ToolResult]:
     return [*done, await executor.execute("t2", ToolCall("count", {}))]
 
 
-def test_a_socket_makes_no_difference() -> None:
-    async def main() -> None:
-        server = ToolServer(registry(), token="sesame")
-        async with (
-            server.serving() as url,
-            executor_at(None) as here,
-            executor_at("inprocess", "sesame") as inside,
-            executor_at(url, "sesame") as elsewhere,
-        ):
-            told = await results(here)
-            assert told == await results(inside)
-            assert told == await results(elsewhere)
-            assert told[0].output == "hello"
-            assert (told[1].error, told[1].metadata) == ("say something", {"hint": "anything"})
-            assert "missing required argument 'text'" in told[2].error
-            assert [each.metadata.get("calls") for each in (told[3], told[4], told[7])] == [1, 2, 1]
-            assert server.total_requests == 5  # what does not fit its schema is not sent, nor what is not external
-            assert len(server.leases) == 2
-            await elsewhere.release_trajectory("t1")
-            assert len(server.leases) == 1
-            assert (await elsewhere.execute("t1", ToolCall("count", {}))).metadata["calls"] == 1
-
-    asyncio.run(main())
+async def test_a_socket_makes_no_difference() -> None:
+    server = ToolServer(registry(), token="sesame")
+    async with (
+        server.serving() as url,
+        executor_at(None) as here,
+        executor_at("inprocess", "sesame") as inside,
+        executor_at(url, "sesame") as elsewhere,
+    ):
+        told = await results(here)
+        assert told == await results(inside)
+        assert told == await results(elsewhere)
+        assert told[0].output == "hello"
+        assert (told[1].error, told[1].metadata) == ("say something", {"hint": "anything"})
+        assert "missing required argument 'text'" in told[2].error
+        assert [each.metadata.get("calls") for each in (told[3], told[4], told[7])] == [1, 2, 1]
+        assert server.total_requests == 5  # what does not fit its schema is not sent, nor what is not external
+        assert len(server.leases) == 2
+        await elsewhere.release_trajectory("t1")
+        assert len(server.leases) == 1
+        assert (await elsewhere.execute("t1", ToolCall("count", {}))).metadata["calls"] == 1
 
 
-def test_what_a_client_may_ask() -> None:
-    async def main() -> None:
-        clock = HeldClock()
-        server = ToolServer(registry(), lease_s=100.0, clock=clock)
-        async with server.serving() as url, Client(url) as client:
-            assert (await client.get("/health"))[1]["status"] == "ok"
-            status, told = await client.get("/tools")
-            assert [each["function"]["name"] for each in told["tools"]] == ["count", "say", "hang"]
-            result = await client.call("t1", "count", {}, slot_id="slot_1", container_addr="x")
-            assert (result["success"], result["metadata"]["calls"], result["reply"]["calls"]) == (True, 1, 1)
-            assert "timed" not in (await client.call("t1", "say", {"text": "a"}))["error"]
-            slow = await client.call("t1", "hang", {}, timeout_s=1)
-            assert slow["error"] == "The tool did not answer within 1 s."
-            assert (await client.call("t1", "say", {"text": "odd"}))["output"] == "?ä"
-            status, refused = await client.post("/execute", {"tool": {"name": "near", "arguments": {"text": "a"}}})
-            assert (status, refused["detail"]) == (404, "this server has no tool 'near'; it has count, say, hang")
-            assert (await client.post("/execute", {"tool": []}))[0] == 422
-            await clock.pass_by(101.0)
-            assert len(server.leases) == 0
-            status, late = await client.post("/execute", {"trajectory_id": "t1", "tool": {"name": "count"}})
-            assert (status, late["error"]) == (409, "StaleLease")
-            assert (await client.post("/release", {"trajectory_id": "t1"}))[0] == 200
-            assert (await client.call("t1", "count", {}))["metadata"]["calls"] == 1
-
-    asyncio.run(main())
+async def test_what_a_client_may_ask() -> None:
+    clock = HeldClock()
+    server = ToolServer(registry(), lease_s=100.0, clock=clock)
+    async with server.serving() as url, Client(url) as client:
+        assert (await client.get("/health"))[1]["status"] == "ok"
+        status, told = await client.get("/tools")
+        assert [each["function"]["name"] for each in told["tools"]] == ["count", "say", "hang"]
+        result = await client.call("t1", "count", {}, slot_id="slot_1", container_addr="x")
+        assert (result["success"], result["metadata"]["calls"], result["reply"]["calls"]) == (True, 1, 1)
+        assert "timed" not in (await client.call("t1", "say", {"text": "a"}))["error"]
+        slow = await client.call("t1", "hang", {}, timeout_s=1)
+        assert slow["error"] == "The tool did not answer within 1 s."
+        assert (await client.call("t1", "say", {"text": "odd"}))["output"] == "?ä"
+        status, refused = await client.post("/execute", {"tool": {"name": "near", "arguments": {"text": "a"}}})
+        assert (status, refused["detail"]) == (404, "this server has no tool 'near'; it has count, say, hang")
+        assert (await client.post("/execute", {"tool": []}))[0] == 422
+        await clock.pass_by(101.0)
+        assert len(server.leases) == 0
+        status, late = await client.post("/execute", {"trajectory_id": "t1", "tool": {"name": "count"}})
+        assert (status, late["error"]) == (409, "StaleLease")
+        assert (await client.post("/release", {"trajectory_id": "t1"}))[0] == 200
+        assert (await client.call("t1", "count", {}))["metadata"]["calls"] == 1
 
 
-def test_a_call_that_hangs_holds_up_no_other() -> None:
-    async def main() -> None:
-        async with ToolServer(registry()).serving() as url, executor_at(url) as executor:
-            hanging = asyncio.create_task(executor.execute("t0", ToolCall("hang", {})))
-            says = [executor.execute(f"t{n}", ToolCall("say", {"text": str(n)})) for n in range(1, 20)]
-            assert [each.output for each in await asyncio.gather(*says)] == [str(n) for n in range(1, 20)]
-            assert not hanging.done()
-            hanging.cancel()
-            await asyncio.gather(hanging, return_exceptions=True)
-
-    asyncio.run(main())
+async def test_a_call_that_hangs_holds_up_no_other() -> None:
+    async with ToolServer(registry()).serving() as url, executor_at(url) as executor:
+        hanging = asyncio.create_task(executor.execute("t0", ToolCall("hang", {})))
+        says = [executor.execute(f"t{n}", ToolCall("say", {"text": str(n)})) for n in range(1, 20)]
+        assert [each.output for each in await asyncio.gather(*says)] == [str(n) for n in range(1, 20)]
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -180,26 +171,20 @@ async def answering(status: int, body: str) -> AsyncIterator[str]:
         (302, "", ToolServerRefused, "status 302"),
     ],
 )
-def test_what_a_server_answers_wrongly_names_it(
+async def test_what_a_server_answers_wrongly_names_it(
     status: int, body: str, error: type[ToolServerError], says: str
 ) -> None:
-    async def main() -> None:
-        async with answering(status, body) as url, executor_at(url) as executor:
-            with pytest.raises(error) as raised:
-                await executor.execute("t1", ToolCall("say", {"text": "a"}))
-            assert str(raised.value).startswith(f"tool server {url} ")
-            assert says in str(raised.value)
-
-    asyncio.run(main())
+    async with answering(status, body) as url, executor_at(url) as executor:
+        with pytest.raises(error) as raised:
+            await executor.execute("t1", ToolCall("say", {"text": "a"}))
+        assert str(raised.value).startswith(f"tool server {url} ")
+        assert says in str(raised.value)
 
 
-def test_a_server_that_is_not_there_is_named_with_the_way_out(unused: Callable[[], int]) -> None:
-    async def main() -> None:
-        async with executor_at(f"http://127.0.0.1:{unused()}") as executor:
-            with pytest.raises(ToolServerUnavailable, match=r"http://127.*cannot be reached: .*palaestra serve tools"):
-                await executor.execute("t1", ToolCall("say", {"text": "a"}))
-
-    asyncio.run(main())
+async def test_a_server_that_is_not_there_is_named_with_the_way_out(unused: Callable[[], int]) -> None:
+    async with executor_at(f"http://127.0.0.1:{unused()}") as executor:
+        with pytest.raises(ToolServerUnavailable, match=r"http://127.*cannot be reached: .*palaestra serve tools"):
+            await executor.execute("t1", ToolCall("say", {"text": "a"}))
 
 
 @pytest.fixture

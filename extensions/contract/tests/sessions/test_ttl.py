@@ -10,7 +10,7 @@ from palaestra_contract.tools.ttl import Leases
 from palaestra_slots.core.errors import SlotLost
 
 
-def test_a_dead_slot_does_not_end_the_sweep() -> None:
+async def test_a_dead_slot_does_not_end_the_sweep() -> None:
     async def busy(name: str) -> bool:
         if name == "dead":
             raise SlotLost("its slot ended")
@@ -38,4 +38,4 @@ def test_a_dead_slot_does_not_end_the_sweep() -> None:
             await sweeping
         return released
 
-    assert asyncio.run(main()) == ["dead", "broken", "idle"]
+    assert await main() == ["dead", "broken", "idle"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from gateway.conftest import a_gateway
@@ -12,7 +11,7 @@ from palaestra_gateway.platform_conformance import PlatformConformance
 class AnsweredOnce(PlatformConformance):
     """The platform's tests, and a gateway that answers every message once."""
 
-    def test_a_gateway_answers_messages_that_come_twice_and_out_of_order_once(self, tmp_path: Path) -> None:
+    async def test_a_gateway_answers_messages_that_come_twice_and_out_of_order_once(self, tmp_path: Path) -> None:
         written: list[str] = []
 
         async def answered() -> None:
@@ -31,11 +30,8 @@ class AnsweredOnce(PlatformConformance):
                 written.append(f"{start} last")
                 await answered()
 
-        async def main() -> None:
-            async with self.server():
-                await talk("first")
-                await talk("second")
-                answers = [each.strip().partition(": ")[2] for each in await self.person_sees()]
-                assert sorted(answers) == sorted(written)
-
-        asyncio.run(main())
+        async with self.server():
+            await talk("first")
+            await talk("second")
+            answers = [each.strip().partition(": ")[2] for each in await self.person_sees()]
+            assert sorted(answers) == sorted(written)

@@ -1,4 +1,3 @@
-import asyncio
 import re
 import sys
 from pathlib import Path
@@ -84,16 +83,13 @@ def test_a_package_offers_a_platform(name, tmp_path, monkeypatch):
         installed.cache_clear()
 
 
-def test_an_unknown_toolset_ends_the_start(tmp_path):
-    async def main():
-        server = {"base_url": "http://127.0.0.1:9/v1", "model_name": "m"}
-        platforms = {"openai": {"extra": {"port": 0}}}
-        config = GatewayConfig.from_dict({"server": server, "toolsets": ["termnal"], "platforms": platforms})
-        with pytest.raises(ConfigError, match="termnal"):
-            async with assembled(config, tmp_path):
-                pass
-
-    asyncio.run(main())
+async def test_an_unknown_toolset_ends_the_start(tmp_path):
+    server = {"base_url": "http://127.0.0.1:9/v1", "model_name": "m"}
+    platforms = {"openai": {"extra": {"port": 0}}}
+    config = GatewayConfig.from_dict({"server": server, "toolsets": ["termnal"], "platforms": platforms})
+    with pytest.raises(ConfigError, match="termnal"):
+        async with assembled(config, tmp_path):
+            pass
 
 
 def test_tools_have_their_settings(tmp_path):

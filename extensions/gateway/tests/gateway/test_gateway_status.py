@@ -41,47 +41,41 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(gateway_status, "STORED_EVERY_S", 0.02)
 
 
-def test_the_status_has_platforms_queues_and_last_errors(tmp_path):
-    async def main():
-        cut, picky = Failing("cut"), Refusing("picky")
-        platforms = {name: {"allowed_users": ["*"]} for name in ("loopback", "cut", "picky")}
-        async with a_gateway(tmp_path, {"platforms": platforms}, others=[cut, picky]) as scene:
-            mailbox = scene.gateway.mailbox
-            await scene.ask("hello")
-            await cut.say("hello")
-            await picky.say("hello")
-            status = await stored(
-                mailbox, lambda it: it.platforms["cut"].error and it.platforms["picky"].error and it.sessions == 3
-            )
-            assert all(each.connected for each in status.platforms.values())
-            assert (status.platforms["cut"].unsent, status.platforms["loopback"].unsent) == (1, 0)
-            assert "the line is cut" in status.platforms["cut"].error
-            assert "no such chat" in status.platforms["picky"].error
-            assert status.platforms["loopback"].error == ""
-            lines = "\n".join(status_lines(status, running=True))
-            assert "cut: connected, 0 messages to answer, 1 answers to send, 0 refused" in lines
-            assert "the line is cut" in lines
-
-    asyncio.run(main())
+async def test_the_status_has_platforms_queues_and_last_errors(tmp_path):
+    cut, picky = Failing("cut"), Refusing("picky")
+    platforms = {name: {"allowed_users": ["*"]} for name in ("loopback", "cut", "picky")}
+    async with a_gateway(tmp_path, {"platforms": platforms}, others=[cut, picky]) as scene:
+        mailbox = scene.gateway.mailbox
+        await scene.ask("hello")
+        await cut.say("hello")
+        await picky.say("hello")
+        status = await stored(
+            mailbox, lambda it: it.platforms["cut"].error and it.platforms["picky"].error and it.sessions == 3
+        )
+        assert all(each.connected for each in status.platforms.values())
+        assert (status.platforms["cut"].unsent, status.platforms["loopback"].unsent) == (1, 0)
+        assert "the line is cut" in status.platforms["cut"].error
+        assert "no such chat" in status.platforms["picky"].error
+        assert status.platforms["loopback"].error == ""
+        lines = "\n".join(status_lines(status, running=True))
+        assert "cut: connected, 0 messages to answer, 1 answers to send, 0 refused" in lines
+        assert "the line is cut" in lines
 
 
-def test_the_page_serves_metrics_and_json(tmp_path):
-    async def main():
-        async with a_gateway(tmp_path, OPEN) as scene:
-            await scene.ask("hello")
-            await stored(scene.gateway.mailbox, lambda it: it.sessions == 1 and it.platforms["loopback"].connected)
-            async with (
-                serving_status(scene.gateway.mailbox, scene.gateway._clock, 0) as url,
-                aiohttp.ClientSession() as client,
-            ):
-                async with client.get(f"{url}/metrics") as reply:
-                    text = await reply.text()
-                assert "palaestra_gateway_sessions 1\n" in text
-                assert 'palaestra_gateway_connected{platform="loopback"} 1\n' in text
-                async with client.get(f"{url}/status") as reply:
-                    assert (await reply.json())["platforms"]["loopback"]["connected"] is True
-
-    asyncio.run(main())
+async def test_the_page_serves_metrics_and_json(tmp_path):
+    async with a_gateway(tmp_path, OPEN) as scene:
+        await scene.ask("hello")
+        await stored(scene.gateway.mailbox, lambda it: it.sessions == 1 and it.platforms["loopback"].connected)
+        async with (
+            serving_status(scene.gateway.mailbox, scene.gateway._clock, 0) as url,
+            aiohttp.ClientSession() as client,
+        ):
+            async with client.get(f"{url}/metrics") as reply:
+                text = await reply.text()
+            assert "palaestra_gateway_sessions 1\n" in text
+            assert 'palaestra_gateway_connected{platform="loopback"} 1\n' in text
+            async with client.get(f"{url}/status") as reply:
+                assert (await reply.json())["platforms"]["loopback"]["connected"] is True
 
 
 def test_the_command_says_whether_the_gateway_runs(tmp_path):

@@ -76,24 +76,21 @@ def whatsapp() -> Conversation:
 
 
 @pytest.mark.parametrize("platform", [telegram, slack, whatsapp])
-def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(
+async def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(
     platform: Callable[[], Conversation], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        chat, model = platform(), EchoModel()
-        async with chat.api.serving(), model.serving():
-            settings = {
-                "server": {"base_url": model.url, "model_name": "m"},
-                "isolation": "none",
-                "keep_sandboxes": False,
-                "max_queued": 1000,
-                "limits": {"messages_per_hour": 0},
-                "platforms": {platform.__name__: {**chat.settings(), "allowed_users": ["*"]}},
-            }
-            (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
-            await killed_again_and_again(lambda: started(tmp_path), chat.write, chat.read)
-
-    asyncio.run(main())
+    chat, model = platform(), EchoModel()
+    async with chat.api.serving(), model.serving():
+        settings = {
+            "server": {"base_url": model.url, "model_name": "m"},
+            "isolation": "none",
+            "keep_sandboxes": False,
+            "max_queued": 1000,
+            "limits": {"messages_per_hour": 0},
+            "platforms": {platform.__name__: {**chat.settings(), "allowed_users": ["*"]}},
+        }
+        (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+        await killed_again_and_again(lambda: started(tmp_path), chat.write, chat.read)
 
 
 async def started(home: Path) -> asyncio.subprocess.Process:

@@ -1,6 +1,5 @@
 """The tool `send_message` of the agents of a gateway."""
 
-import asyncio
 import json
 import uuid
 
@@ -20,51 +19,42 @@ async def call(scene, **arguments):
     return json.loads(answer.removeprefix("done: "))
 
 
-def test_an_agent_writes_to_the_home_channel_and_to_its_own_chat(tmp_path):
-    async def main():
-        async with a_gateway(tmp_path, {"platforms": {"loopback": HOME}}, settings=TOOLS) as scene:
-            listed = await call(scene, action="list")
-            assert [each["target"] for each in listed["targets"]] == ["origin", "loopback"]
-            assert (await call(scene, target="loopback", message="the build is **done**"))["success"]
-            received = await scene.platform.receive("home")
-            assert (received.text, received.address.chat_type, received.answers) == (
-                "the build is **done**", "group", None
-            )  # fmt: skip
-            await scene.platform.say('call send_message {"target": "origin", "message": "half"}', chat_id="anna")
-            said = [(await scene.platform.receive("anna")).text for _ in range(2)]
-            assert "half" in said
-
-    asyncio.run(main())
+async def test_an_agent_writes_to_the_home_channel_and_to_its_own_chat(tmp_path):
+    async with a_gateway(tmp_path, {"platforms": {"loopback": HOME}}, settings=TOOLS) as scene:
+        listed = await call(scene, action="list")
+        assert [each["target"] for each in listed["targets"]] == ["origin", "loopback"]
+        assert (await call(scene, target="loopback", message="the build is **done**"))["success"]
+        received = await scene.platform.receive("home")
+        assert (received.text, received.address.chat_type, received.answers) == (
+            "the build is **done**", "group", None
+        )  # fmt: skip
+        await scene.platform.say('call send_message {"target": "origin", "message": "half"}', chat_id="anna")
+        said = [(await scene.platform.receive("anna")).text for _ in range(2)]
+        assert "half" in said
 
 
-def test_chats_of_others_are_reached_only_if_the_owner_allows_it(tmp_path):
-    async def main():
-        async with a_gateway(tmp_path, settings=TOOLS) as scene:
-            await scene.ask("hello", "bert")
-            for target in ("loopback:bert", "loopback:unknown", "", "matrix"):
-                reply = await call(scene, target=target, message="psst")
-                assert "success" not in reply
-                assert reply["error"]
-        assert [each.text for each in scene.platform.sent if each.address.chat_id == "bert"] == ["echo 1: hello"]
-        for wanted in ("*", "loopback:bert"):
-            async with a_gateway(tmp_path, {**OPEN, "message_targets": [wanted]}, settings=TOOLS) as scene:
-                assert (await call(scene, target="loopback:bert", message=f"by {wanted}"))["success"]
-                assert (await scene.platform.receive("bert")).text == f"by {wanted}"
-
-    asyncio.run(main())
+async def test_chats_of_others_are_reached_only_if_the_owner_allows_it(tmp_path):
+    async with a_gateway(tmp_path, settings=TOOLS) as scene:
+        await scene.ask("hello", "bert")
+        for target in ("loopback:bert", "loopback:unknown", "", "matrix"):
+            reply = await call(scene, target=target, message="psst")
+            assert "success" not in reply
+            assert reply["error"]
+    assert [each.text for each in scene.platform.sent if each.address.chat_id == "bert"] == ["echo 1: hello"]
+    for wanted in ("*", "loopback:bert"):
+        async with a_gateway(tmp_path, {**OPEN, "message_targets": [wanted]}, settings=TOOLS) as scene:
+            assert (await call(scene, target="loopback:bert", message=f"by {wanted}"))["success"]
+            assert (await scene.platform.receive("bert")).text == f"by {wanted}"
 
 
-def test_a_message_waits_for_a_platform_that_is_down_and_survives_a_restart(tmp_path):
-    async def main():
-        config = {"platforms": {"loopback": HOME}}
-        async with a_gateway(tmp_path, config, settings=TOOLS) as scene:
-            scene.platform.outage = True
-            await scene.platform.say('call send_message {"target": "loopback", "message": "late"}', chat_id="anna")
-            await until(lambda: len(scene.model.requests) == 2)
-        async with a_gateway(tmp_path, config, settings=TOOLS) as scene:
-            assert (await scene.platform.receive("home")).text == "late"
-
-    asyncio.run(main())
+async def test_a_message_waits_for_a_platform_that_is_down_and_survives_a_restart(tmp_path):
+    config = {"platforms": {"loopback": HOME}}
+    async with a_gateway(tmp_path, config, settings=TOOLS) as scene:
+        scene.platform.outage = True
+        await scene.platform.say('call send_message {"target": "loopback", "message": "late"}', chat_id="anna")
+        await until(lambda: len(scene.model.requests) == 2)
+    async with a_gateway(tmp_path, config, settings=TOOLS) as scene:
+        assert (await scene.platform.receive("home")).text == "late"
 
 
 def test_the_tool_is_missing_without_a_gateway():

@@ -133,170 +133,151 @@ async def scene(tmp_path: Path) -> AsyncIterator[tuple[Service, Person, EchoMode
         yield service, person, model
 
 
-def test_no_message_or_process_is_lost_when_the_gateway_is_killed_at_random_moments(tmp_path):
-    async def main():
-        rng = random.Random(7)
-        async with scene(tmp_path) as (service, person, _):
-            await service.start()
+async def test_no_message_or_process_is_lost_when_the_gateway_is_killed_at_random_moments(tmp_path):
+    rng = random.Random(7)
+    async with scene(tmp_path) as (service, person, _):
+        await service.start()
 
-            processes = []
-            for number in range(3):
-                command = "watch while [ ! -e end ]; do echo tick; sleep 1; done; echo ended"
-                await person.say(command, f"p{number}-1", f"p{number}")
-                answer = await person.answer(f"p{number}-1")
-                processes.append(json.loads(answer.removeprefix("done: "))["session_id"])
+        processes = []
+        for number in range(3):
+            command = "watch while [ ! -e end ]; do echo tick; sleep 1; done; echo ended"
+            await person.say(command, f"p{number}-1", f"p{number}")
+            answer = await person.answer(f"p{number}-1")
+            processes.append(json.loads(answer.removeprefix("done: "))["session_id"])
 
-            async def talk(chat: str) -> None:
-                for number in range(KILLS * 2):
-                    text = f"slowly {chat} {number} done" if number % 3 else f"say {chat} {number} done"
-                    await person.say(text, f"{chat}-{number}", chat)
-                    await person.answer(f"{chat}-{number}")
+        async def talk(chat: str) -> None:
+            for number in range(KILLS * 2):
+                text = f"slowly {chat} {number} done" if number % 3 else f"say {chat} {number} done"
+                await person.say(text, f"{chat}-{number}", chat)
+                await person.answer(f"{chat}-{number}")
 
-            async def kill() -> None:
-                for _ in range(KILLS):
-                    await asyncio.sleep(rng.uniform(0.05, 2.0) + 1.0)
-                    await service.kill()
-                    await service.start()
-
-            chats = ["a", "b", "c"]
-            await asyncio.gather(kill(), *(talk(chat) for chat in chats))
-            for chat in chats:
-                for number in range(KILLS * 2):
-                    pieces = person.answers[f"{chat}-{number}"]
-                    assert len(pieces) == 1, pieces
-                    assert pieces[0]["text"] == f"{chat} {number} done"
-            before = len(person.notices)
-            async with asyncio.timeout(60):  # the watchers report every 30 s
-                while not all(
-                    any(each in text and "tick" in text for text in person.notices[before:]) for each in processes
-                ):
-                    person.came.clear()
-                    await person.came.wait()
-            for number in range(3):
-                await person.say("run touch end && ls", f"p{number}-2", f"p{number}")
-                assert "end" in await person.answer(f"p{number}-2")
-            await _notices(person, "ended with exit code 0", 3)
-            assert "Traceback" not in service.log
-
-    asyncio.run(main())
-
-
-def test_no_matrix_message_is_lost_when_the_gateway_is_killed_with_a_backlog(tmp_path):
-    needed()
-
-    async def main():
-        rng = random.Random(11)
-        async with AsyncExitStack() as stack:
-            url = stack.enter_context(synapse(tmp_path))
-            anna, bot = await asyncio.to_thread(Account, url, "anna"), await asyncio.to_thread(Account, url, "bot")
-            model = await stack.enter_async_context(EchoModel().serving())
-            matrix = {"token": bot.token, "allowed_users": ["*"], "extra": {"homeserver": url}}
-            service = Service(tmp_path / "home", model.url, {"matrix": matrix})
-            stack.push_async_callback(service.end)
-            await service.start()
-            rooms = [await asyncio.to_thread(anna.make_room, bot.user_id) for _ in range(2)]
-            for room in rooms:
-                await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
-            said = 0
-
-            async def say(count: int) -> None:
-                nonlocal said
-                for number in range(said, said + count):
-                    for room in rooms:
-                        await asyncio.to_thread(anna.say, room, f"slowly {number} done")
-                said += count
-
-            await service.kill()
-            for kill in range(KILLS):
-                await say(100 if kill == KILLS // 2 else 3)  # while it is stopped
-                await service.start()
-                await asyncio.sleep(rng.uniform(0.5, 3.0))
-                await say(1)
-                assert await service.kill() == -signal.SIGKILL, service.log
-            await service.start()
-            for room in rooms:
-                answers = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, said, 600)
-                assert [each["body"].strip() for each in answers] == [f"{number} done" for number in range(said)]
-            assert "Traceback" not in service.log
-
-    asyncio.run(main())
-
-
-def test_scheduled_jobs_run_once_each_when_the_gateway_is_killed_at_random_moments(tmp_path):
-    async def main():
-        rng = random.Random(11)
-        jobs = range(12)
-        async with scene(tmp_path) as (service, person, _):
-            await service.start()
-            for number in jobs:
-                wanted = {"action": "create", "schedule": f"{8 + number}s", "prompt": f"say <{number}> ran"}
-                await person.say(f"call cronjob {json.dumps(wanted)}", f"m{number}")
-                assert '"success": true' in await person.answer(f"m{number}")
-            for _ in range(KILLS // 2):
-                await asyncio.sleep(rng.uniform(0.5, 3.5))
+        async def kill() -> None:
+            for _ in range(KILLS):
+                await asyncio.sleep(rng.uniform(0.05, 2.0) + 1.0)
                 await service.kill()
                 await service.start()
-            await _notices(person, "ran", len(jobs))
-            await asyncio.sleep(2.0)  # for one that comes twice
-            said = Counter(text.splitlines()[-1] for text in person.notices)
-            assert said == {f"<{number}> ran": 1 for number in jobs}
-            assert "Traceback" not in service.log
 
-    asyncio.run(main())
+        chats = ["a", "b", "c"]
+        await asyncio.gather(kill(), *(talk(chat) for chat in chats))
+        for chat in chats:
+            for number in range(KILLS * 2):
+                pieces = person.answers[f"{chat}-{number}"]
+                assert len(pieces) == 1, pieces
+                assert pieces[0]["text"] == f"{chat} {number} done"
+        before = len(person.notices)
+        async with asyncio.timeout(60):  # the watchers report every 30 s
+            while not all(
+                any(each in text and "tick" in text for text in person.notices[before:]) for each in processes
+            ):
+                person.came.clear()
+                await person.came.wait()
+        for number in range(3):
+            await person.say("run touch end && ls", f"p{number}-2", f"p{number}")
+            assert "end" in await person.answer(f"p{number}-2")
+        await _notices(person, "ended with exit code 0", 3)
+        assert "Traceback" not in service.log
 
 
-def test_background_processes_are_found_again_after_a_kill_and_their_reports_reach_the_chats(tmp_path):
-    async def main():
-        async with scene(tmp_path) as (service, person, _):
+async def test_no_matrix_message_is_lost_when_the_gateway_is_killed_with_a_backlog(tmp_path):
+    needed()
+    rng = random.Random(11)
+    async with AsyncExitStack() as stack:
+        url = stack.enter_context(synapse(tmp_path))
+        anna, bot = await asyncio.to_thread(Account, url, "anna"), await asyncio.to_thread(Account, url, "bot")
+        model = await stack.enter_async_context(EchoModel().serving())
+        matrix = {"token": bot.token, "allowed_users": ["*"], "extra": {"homeserver": url}}
+        service = Service(tmp_path / "home", model.url, {"matrix": matrix})
+        stack.push_async_callback(service.end)
+        await service.start()
+        rooms = [await asyncio.to_thread(anna.make_room, bot.user_id) for _ in range(2)]
+        for room in rooms:
+            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+        said = 0
+
+        async def say(count: int) -> None:
+            nonlocal said
+            for number in range(said, said + count):
+                for room in rooms:
+                    await asyncio.to_thread(anna.say, room, f"slowly {number} done")
+            said += count
+
+        await service.kill()
+        for kill in range(KILLS):
+            await say(100 if kill == KILLS // 2 else 3)  # while it is stopped
             await service.start()
-            for chat in ("a", "b", "c"):
-                command = f"while [ ! -e end ]; do sleep 0.2; done; echo {chat} ended"
-                await person.say(f"start {command}", f"{chat}-1", chat)
-                assert "session_id" in await person.answer(f"{chat}-1")
+            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            await say(1)
+            assert await service.kill() == -signal.SIGKILL, service.log
+        await service.start()
+        for room in rooms:
+            answers = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, said, 600)
+            assert [each["body"].strip() for each in answers] == [f"{number} done" for number in range(said)]
+        assert "Traceback" not in service.log
+
+
+async def test_scheduled_jobs_run_once_each_when_the_gateway_is_killed_at_random_moments(tmp_path):
+    rng = random.Random(11)
+    jobs = range(12)
+    async with scene(tmp_path) as (service, person, _):
+        await service.start()
+        for number in jobs:
+            wanted = {"action": "create", "schedule": f"{8 + number}s", "prompt": f"say <{number}> ran"}
+            await person.say(f"call cronjob {json.dumps(wanted)}", f"m{number}")
+            assert '"success": true' in await person.answer(f"m{number}")
+        for _ in range(KILLS // 2):
+            await asyncio.sleep(rng.uniform(0.5, 3.5))
             await service.kill()
             await service.start()
-            for chat in ("a", "b", "c"):
-                await person.say("/status", f"{chat}-2", chat)
-                assert "running" in await person.answer(f"{chat}-2")
-            for chat in ("a", "b", "c"):
-                await person.say("run touch end && ls", f"{chat}-3", chat)
-                assert "end" in await person.answer(f"{chat}-3")
-            await _notices(person, "ended with exit code 0", 3)
-
-    asyncio.run(main())
+        await _notices(person, "ran", len(jobs))
+        await asyncio.sleep(2.0)  # for one that comes twice
+        said = Counter(text.splitlines()[-1] for text in person.notices)
+        assert said == {f"<{number}> ran": 1 for number in jobs}
+        assert "Traceback" not in service.log
 
 
-def test_a_command_that_ran_during_the_kill_is_not_repeated(tmp_path):
-    async def main():
-        async with scene(tmp_path) as (service, person, model):
-            await service.start()
-            await person.say("run echo x >> count; sleep 3", "m1")
-            await until(lambda: len(model.requests) > 0)
-            await asyncio.sleep(1.5)
-            await service.kill()
-            await service.start()
-            assert "unknown" in (await person.answer("m1")).lower()
-            await person.say("run wc -l < count", "m2")
-            assert json.loads((await person.answer("m2")).removeprefix("done: "))["output"].strip() == "1"
+async def test_background_processes_are_found_again_after_a_kill_and_their_reports_reach_the_chats(tmp_path):
+    async with scene(tmp_path) as (service, person, _):
+        await service.start()
+        for chat in ("a", "b", "c"):
+            command = f"while [ ! -e end ]; do sleep 0.2; done; echo {chat} ended"
+            await person.say(f"start {command}", f"{chat}-1", chat)
+            assert "session_id" in await person.answer(f"{chat}-1")
+        await service.kill()
+        await service.start()
+        for chat in ("a", "b", "c"):
+            await person.say("/status", f"{chat}-2", chat)
+            assert "running" in await person.answer(f"{chat}-2")
+        for chat in ("a", "b", "c"):
+            await person.say("run touch end && ls", f"{chat}-3", chat)
+            assert "end" in await person.answer(f"{chat}-3")
+        await _notices(person, "ended with exit code 0", 3)
 
-    asyncio.run(main())
+
+async def test_a_command_that_ran_during_the_kill_is_not_repeated(tmp_path):
+    async with scene(tmp_path) as (service, person, model):
+        await service.start()
+        await person.say("run echo x >> count; sleep 3", "m1")
+        await until(lambda: len(model.requests) > 0)
+        await asyncio.sleep(1.5)
+        await service.kill()
+        await service.start()
+        assert "unknown" in (await person.answer("m1")).lower()
+        await person.say("run wc -l < count", "m2")
+        assert json.loads((await person.answer("m2")).removeprefix("done: "))["output"].strip() == "1"
 
 
-def test_a_second_gateway_in_the_folder_is_refused_and_a_stop_is_clean(tmp_path):
-    async def main():
-        async with scene(tmp_path) as (service, person, _):
-            await service.start()
-            await person.say("say hello", "m1")
-            assert await person.answer("m1") == "hello"
-            first = service.process
-            await service.start()
-            assert await service.process.wait() == 2
-            assert "stop it first" in service.log
-            service.process = first
-            assert await service.kill(signal.SIGTERM) == 0
-            assert "Traceback" not in service.log
-
-    asyncio.run(main())
+async def test_a_second_gateway_in_the_folder_is_refused_and_a_stop_is_clean(tmp_path):
+    async with scene(tmp_path) as (service, person, _):
+        await service.start()
+        await person.say("say hello", "m1")
+        assert await person.answer("m1") == "hello"
+        first = service.process
+        await service.start()
+        assert await service.process.wait() == 2
+        assert "stop it first" in service.log
+        service.process = first
+        assert await service.kill(signal.SIGTERM) == 0
+        assert "Traceback" not in service.log
 
 
 async def _notices(person: Person, text: str, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 from random import Random
 
 import pytest
@@ -82,6 +81,6 @@ def test_variants_differ() -> None:
 @pytest.mark.parametrize(
     ("name", "tasks"), [("hermes_swe", 5), ("endless_terminals", 2), ("terminalbench_2", 2), ("count_lines", 2)]
 )
-def test_variants_earn_the_whole_reward(name: str, tasks: int) -> None:
-    played = asyncio.run(play_variants(name, [], tasks=tasks, variants=1))
+async def test_variants_earn_the_whole_reward(name: str, tasks: int) -> None:
+    played = await play_variants(name, [], tasks=tasks, variants=1)
     assert [each for each in played if each.reward != 1.0] == []

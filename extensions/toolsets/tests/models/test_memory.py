@@ -176,12 +176,12 @@ class Once:
 
 
 @pytest.mark.parametrize("beyond", [frozenset(), frozenset({"memory"})], ids=["rollout", "allowed"])
-def test_a_rollout_has_none_unless_its_environment_says_so(tmp_path: Path, beyond: frozenset[str]) -> None:
+async def test_a_rollout_has_none_unless_its_environment_says_so(tmp_path: Path, beyond: frozenset[str]) -> None:
     Notes(tmp_path).add("memory", "from before")
     made = tools(Notes(tmp_path))
     definitions, names = made.registry.definitions(), set(made.registry.list_tools())
     loop = HermesAgentLoop(Once(), definitions, names, tool_handler=made.handle, beyond=beyond)
-    result = asyncio.run(loop.run([{"role": "user", "content": "hi"}]))
+    result = await loop.run([{"role": "user", "content": "hi"}])
     reply = json.loads(str(result.messages[2]["content"]))
     if beyond:
         assert reply["entries"] == ["from before"]

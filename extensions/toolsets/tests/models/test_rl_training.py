@@ -233,7 +233,7 @@ def test_without_a_folder_the_tools_are_missing() -> None:
 
 @pytest.mark.slots
 @pytest.mark.slow
-def test_a_model_is_tried_without_training(tmp_path: Path) -> None:
+async def test_a_model_is_tried_without_training(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         await desk("select_environment", name="count_lines")
         assert "available" in await desk("test_inference", models=["other"])
@@ -250,7 +250,7 @@ def test_a_model_is_tried_without_training(tmp_path: Path) -> None:
             async with desk.tools:
                 await scenario(desk)
 
-    asyncio.run(served())
+    await served()
 
 
 @pytest.mark.slots

@@ -75,8 +75,8 @@ def test_a_data_url_is_taken_as_it_is_written() -> None:
 
 
 @pytest.mark.slots
-def test_a_file_of_the_slot_is_read_through_its_file_channel() -> None:
-    async def main() -> None:
+async def test_a_file_of_the_slot_is_read_through_its_file_channel() -> None:
+    try:
         async with LocalBackend() as backend, SeeingServer() as server:
             slot = await backend.create(SlotSpec(), "vision-test")
             await slot.write_bytes("shots/green.png", png(3, 4, (0, 255, 0)))
@@ -97,9 +97,6 @@ def test_a_file_of_the_slot_is_read_through_its_file_channel() -> None:
             await slot.write_bytes("big.png", png(300, 300, (1, 2, 3)) + bytes(500))
             assert "at most 500" in (await ask("big.png"))["error"]
             assert "is a directory" in (await ask("shots"))["error"]
-
-    try:
-        asyncio.run(main())
     except IsolationUnavailable as error:
         pytest.skip(str(error))
 
@@ -149,10 +146,10 @@ def test_a_model_that_cannot_be_asked_is_nobodys_mistake() -> None:
         asking(scenario)
 
 
-def test_without_a_model_the_tool_is_missing_and_says_what_to_set() -> None:
+async def test_without_a_model_the_tool_is_missing_and_says_what_to_set() -> None:
     assert "--env.vision_base_url" in build_tool_registry(["vision"]).missing["vision_analyze"]
     tools = ToolRuntime(unrestricted(), _no_slot, "t")
-    reply = asyncio.run(tools.handle("vision_analyze", {"image_url": "data:,", "question": "?"}))
+    reply = await tools.handle("vision_analyze", {"image_url": "data:,", "question": "?"})
     assert "vision_base_url" in json.loads(reply)["error"]
 
 

@@ -143,17 +143,13 @@ def test_an_agent_without_a_network_has_the_web_only_by_name() -> None:
     ]
 
 
-def test_a_reward_function_searches_and_reads(engine: Site, site: Site) -> None:
+async def test_a_reward_function_searches_and_reads(engine: Site, site: Site) -> None:
     settings = ToolSettings(web_urls={"searxng": engine.url}, web_allow=["127.0.0.1"])
     registry = unrestricted(build_tool_registry([], settings=settings))
-
-    async def main() -> None:
-        context = ToolContext("task-1", slot=no_slot, tools=ToolRuntime(registry, no_slot, "task-1"))
-        found = await asyncio.to_thread(context.web_search, "owl")
-        assert found["data"]["web"][0]["url"] == DOCUMENTS[2][1]
-        assert found == await context.web_search_async("owl")
-        pages = await context.web_extract_async([site.url + "/article"])
-        assert pages["results"][0]["title"] == "The heron and the tern"
-        assert pages == await asyncio.to_thread(context.web_extract, [site.url + "/article"])
-
-    asyncio.run(main())
+    context = ToolContext("task-1", slot=no_slot, tools=ToolRuntime(registry, no_slot, "task-1"))
+    found = await asyncio.to_thread(context.web_search, "owl")
+    assert found["data"]["web"][0]["url"] == DOCUMENTS[2][1]
+    assert found == await context.web_search_async("owl")
+    pages = await context.web_extract_async([site.url + "/article"])
+    assert pages["results"][0]["title"] == "The heron and the tern"
+    assert pages == await asyncio.to_thread(context.web_extract, [site.url + "/article"])

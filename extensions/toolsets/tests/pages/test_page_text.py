@@ -78,9 +78,9 @@ def test_what_cannot_be_read_says_why(site: Site, path: str, says: str) -> None:
     assert not page.content
 
 
-def test_a_pdf_that_calls_itself_something_else_is_still_one() -> None:
+async def test_a_pdf_that_calls_itself_something_else_is_still_one() -> None:
     with pytest.raises(PageUnreadable, match="PDF"):
-        asyncio.run(as_text("u", Fetched("u", "text/plain", None, b"%PDF-1.4 \x00")))
+        await as_text("u", Fetched("u", "text/plain", None, b"%PDF-1.4 \x00"))
 
 
 def test_redirects_are_followed_a_few_times(site: Site) -> None:
@@ -197,9 +197,9 @@ def test_a_large_page_is_read_like_a_small_one() -> None:
     assert "Paragraph 39 tells" in small.text
 
 
-def test_a_page_that_takes_too_long_to_understand_is_read_as_plain_text() -> None:
+async def test_a_page_that_takes_too_long_to_understand_is_read_as_plain_text() -> None:
     source = "<title>Odd</title><script>no()</script>" + "<b>much</b> <i>ado</i> " * 10_000
-    article = asyncio.run(read_article(source, "http://odd.example/", limit_s=0.01))
+    article = await read_article(source, "http://odd.example/", limit_s=0.01)
     assert article.title == "Odd"
     assert article.text == "much ado " * 9_999 + "much ado"
     assert "all of its text" in article.note
@@ -208,5 +208,5 @@ def test_a_page_that_takes_too_long_to_understand_is_read_as_plain_text() -> Non
 @pytest.mark.parametrize(
     "source", ["", "   ", "<html></html>", "\0", "<" * 1000, pytest.param("<div>" * 100_000, id="deep")]
 )
-def test_what_is_hardly_a_page_is_read_all_the_same(source: str) -> None:
-    assert asyncio.run(read_article(source, "http://odd.example/")).title == ""
+async def test_what_is_hardly_a_page_is_read_all_the_same(source: str) -> None:
+    assert (await read_article(source, "http://odd.example/")).title == ""

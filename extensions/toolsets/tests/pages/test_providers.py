@@ -39,50 +39,50 @@ def test_a_search_gives_titles_addresses_and_extracts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tavily", "exa", "firecrawl"])
-def test_pages_come_in_the_order_they_were_asked_for_and_the_others_say_why(name: str) -> None:
+async def test_pages_come_in_the_order_they_were_asked_for_and_the_others_say_why(name: str) -> None:
     urls = [DOCUMENTS[1][1], "https://birds.example/none", DOCUMENTS[0][1]]
     with Site(PROVIDERS[name]()) as site:
-        pages = asyncio.run(reader(name, settings(name, site.url)).read(urls))
+        pages = await reader(name, settings(name, site.url)).read(urls)
     assert [page.url for page in pages] == urls
     assert [page.content for page in pages] == [DOCUMENTS[1][2], "", DOCUMENTS[0][2]]
     assert [bool(page.error) for page in pages] == [False, True, False]
     assert "404" in pages[1].error or "not found" in pages[1].error
 
 
-def test_a_page_that_a_provider_refuses_is_its_own_error() -> None:
+async def test_a_page_that_a_provider_refuses_is_its_own_error() -> None:
     with Site(PROVIDERS["firecrawl"]()) as site:
-        pages = asyncio.run(reader("firecrawl", settings("firecrawl", site.url)).read(["https://forbidden.example/"]))
+        pages = await reader("firecrawl", settings("firecrawl", site.url)).read(["https://forbidden.example/"])
     assert "not supported" in pages[0].error
 
 
 @pytest.mark.parametrize("name", [name for name in PROVIDERS if name != "searxng"])
-def test_a_wrong_key_is_named_and_never_shown(name: str) -> None:
+async def test_a_wrong_key_is_named_and_never_shown(name: str) -> None:
     with Site(PROVIDERS[name]()) as site:
         provider = searcher(name, settings(name, site.url, web_api_keys={name: "another-key"}))
         with pytest.raises(ToolUnavailable, match=rf"{name} at .* check web_api_keys\.{name}") as caught:
-            asyncio.run(provider.search("tern", 5))
+            await provider.search("tern", 5)
     assert "another-key" not in str(caught.value)
 
 
-def test_a_query_that_is_refused_is_the_models_to_mend() -> None:
+async def test_a_query_that_is_refused_is_the_models_to_mend() -> None:
     with Site(PROVIDERS["tavily"]()) as site:
         provider = searcher("tavily", settings("tavily", site.url))
         with pytest.raises(ToolMistake, match=r"HTTP 400.*too long"):
-            asyncio.run(provider.search("tern " * 100, 5))
+            await provider.search("tern " * 100, 5)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
 @pytest.mark.parametrize(
     "body", [b"<html>down for maintenance", b"[1, 2]", b'{"results": 1, "web": 1, "organic": 1, "data": 1}']
 )
-def test_an_answer_of_another_shape_is_the_providers_failure(name: str, body: bytes) -> None:
+async def test_an_answer_of_another_shape_is_the_providers_failure(name: str, body: bytes) -> None:
     async def other(request: web.Request) -> web.Response:
         return web.Response(body=body)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", other)
     with Site(app) as site, pytest.raises(ToolUnavailable, match=name):
-        asyncio.run(searcher(name, settings(name, site.url)).search("tern", 5))
+        await searcher(name, settings(name, site.url)).search("tern", 5)
 
 
 CHOICES: list[tuple[dict[str, JSON], str]] = [
@@ -124,7 +124,7 @@ def test_reading_by_a_provider_needs_its_key() -> None:
     assert choose_reader(ToolSettings(web_extract_provider="exa", web_api_keys={"exa": "k"})).missing is None
 
 
-def test_no_more_requests_at_once_than_the_settings_say() -> None:
+async def test_no_more_requests_at_once_than_the_settings_say() -> None:
     under_way, most = 0, 0
     three = asyncio.Barrier(3)
 
@@ -144,5 +144,5 @@ def test_no_more_requests_at_once_than_the_settings_say() -> None:
         await asyncio.gather(*(searcher("searxng", told).search("tern", 1) for _ in range(12)))
 
     with Site(app) as site:
-        asyncio.run(ask(site.url))
+        await ask(site.url)
     assert most == 3

@@ -102,15 +102,11 @@ async def feed(url: str, count: int) -> None:
         await client.aclose()
 
 
-def test_batches_are_trained_in_their_order(tmp_path: Path) -> None:
-    async def both() -> TabularTrainer:
-        trainer = Dying(0.0, random.Random(0))
-        async with serving() as url, asyncio.TaskGroup() as tasks:
-            tasks.create_task(train(url, trainer, tmp_path / "training"))
-            tasks.create_task(feed(url, STEPS))
-        return trainer
-
-    trainer = asyncio.run(both())
+async def test_batches_are_trained_in_their_order(tmp_path: Path) -> None:
+    trainer = Dying(0.0, random.Random(0))
+    async with serving() as url, asyncio.TaskGroup() as tasks:
+        tasks.create_task(train(url, trainer, tmp_path / "training"))
+        tasks.create_task(feed(url, STEPS))
     assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
     assert trainer.weights[2] > 0.2 > trainer.weights[0]
     assert [line["step"] for line in read_steps(tmp_path)] == list(range(1, STEPS + 1))
@@ -118,7 +114,7 @@ def test_batches_are_trained_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, seed: int) -> None:
+async def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, seed: int) -> None:
     rng, deaths = random.Random(seed), 0
 
     async def until_done() -> Dying:
@@ -135,25 +131,22 @@ def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, se
                 await feeding
                 return trainer
 
-    trainer = asyncio.run(until_done())
+    trainer = await until_done()
     assert deaths > 0
     assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
 
 
-def test_a_loss_that_is_no_number_ends_the_training_which_can_resume(tmp_path: Path) -> None:
-    async def both() -> None:
-        async with serving() as url, asyncio.TaskGroup() as tasks:
-            tasks.create_task(feed(url, STEPS))
-            with pytest.raises(TrainerError, match="nan"):
-                await train(url, TabularTrainer(loss=math.nan), tmp_path / "training")
-            assert not list(read_steps(tmp_path))
-            await train(url, TabularTrainer(), tmp_path / "training")
-
-    asyncio.run(both())
+async def test_a_loss_that_is_no_number_ends_the_training_which_can_resume(tmp_path: Path) -> None:
+    async with serving() as url, asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed(url, STEPS))
+        with pytest.raises(TrainerError, match="nan"):
+            await train(url, TabularTrainer(loss=math.nan), tmp_path / "training")
+        assert not list(read_steps(tmp_path))
+        await train(url, TabularTrainer(), tmp_path / "training")
     assert [line["step"] for line in read_steps(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_ids_of_another_tokenizer_end_the_training_before_they_are_kept(tmp_path: Path) -> None:
+async def test_ids_of_another_tokenizer_end_the_training_before_they_are_kept(tmp_path: Path) -> None:
     async def both() -> None:
         async with serving() as url:
             client = TrajectoryClient(url)
@@ -166,7 +159,7 @@ def test_ids_of_another_tokenizer_end_the_training_before_they_are_kept(tmp_path
             await asyncio.wait_for(training, 20)
 
     with pytest.raises(TrainerRefused, match="1000000"):
-        asyncio.run(both())
+        await both()
     assert not list((tmp_path / "batches").iterdir())
 
 

@@ -45,59 +45,53 @@ class Restartable:
         await self._stack.aclose()
 
 
-def test_it_waits_for_the_trainer_and_is_known_by_its_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as tasks:
-            said = Said()
+async def test_it_waits_for_the_trainer_and_is_known_by_its_name(tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as tasks:
+        said = Said()
 
-            async def feed_one() -> None:
-                async with fed(tmp_path, url, said) as feed:
-                    assert await feed.admit()
-                    feed.offer("run/0", group(first=7))
+        async def feed_one() -> None:
+            async with fed(tmp_path, url, said) as feed:
+                assert await feed.admit()
+                feed.offer("run/0", group(first=7))
 
-            tasks.create_task(feed_one())
-            await said.until("waiting for the trainer")
-            await api.post("/register", trainer(batch_size=2))
-            assert await api.get("/batch") == {"batch": None}
-            await said.until("words_0")
-        waiting, registered = said.notes
-        assert waiting == "waiting for the trainer to start"
-        assert registered == f"registered with {url} as words_0, batches of 2 sequences"
-
-    asyncio.run(scenario())
+        tasks.create_task(feed_one())
+        await said.until("waiting for the trainer")
+        await api.post("/register", trainer(batch_size=2))
+        assert await api.get("/batch") == {"batch": None}
+        await said.until("words_0")
+    waiting, registered = said.notes
+    assert waiting == "waiting for the trainer to start"
+    assert registered == f"registered with {url} as words_0, batches of 2 sequences"
     assert json.loads((tmp_path / "deliveries.jsonl").read_text().splitlines()[1]) == {"delivery_id": "run/0"}
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_groups_go_on_arriving_when_the_server_comes_back(tmp_path: Path, durable: bool) -> None:
-    async def scenario() -> None:
-        said = Said()
-        async with Restartable(tmp_path / "store" if durable else None) as server, Talk(server.url) as api:
-            await api.both()
-            async with fed(tmp_path, server.url, said) as feed:
-                feed.offer("run/0", group(first=0))
-                await feed.drained()
-                assert (await api.get("/status"))["queue_size"] == 1
-                await server.stop()
-                feed.offer("run/1", group(first=1))
-                feed.offer("run/2", group(first=2))
-                await server.start()
-                if not durable:
-                    await said.until("registering again")
-                    await api.post("/register", trainer())
-                    await api.get("/batch")
-                await feed.drained()
-            batch = (await api.get("/batch"))["batch"]
-            rest = (await api.get("/status"))["queue_size"]
-            if durable:
-                assert marks(batch)[0] == 0
-                assert rest == 1
-                assert "registering again" not in " ".join(said.notes)
-            else:
-                assert sorted(marks(batch)) == [1, 2]
-                assert rest == 0
-
-    asyncio.run(scenario())
+async def test_groups_go_on_arriving_when_the_server_comes_back(tmp_path: Path, durable: bool) -> None:
+    said = Said()
+    async with Restartable(tmp_path / "store" if durable else None) as server, Talk(server.url) as api:
+        await api.both()
+        async with fed(tmp_path, server.url, said) as feed:
+            feed.offer("run/0", group(first=0))
+            await feed.drained()
+            assert (await api.get("/status"))["queue_size"] == 1
+            await server.stop()
+            feed.offer("run/1", group(first=1))
+            feed.offer("run/2", group(first=2))
+            await server.start()
+            if not durable:
+                await said.until("registering again")
+                await api.post("/register", trainer())
+                await api.get("/batch")
+            await feed.drained()
+        batch = (await api.get("/batch"))["batch"]
+        rest = (await api.get("/status"))["queue_size"]
+        if durable:
+            assert marks(batch)[0] == 0
+            assert rest == 1
+            assert "registering again" not in " ".join(said.notes)
+        else:
+            assert sorted(marks(batch)) == [1, 2]
+            assert rest == 0
 
 
 class Forgetful(TrajectoryServer):
@@ -124,48 +118,41 @@ class Forgetful(TrajectoryServer):
 
 
 @pytest.mark.parametrize("original", [True, False])
-def test_a_lost_answer_does_not_double_a_group(tmp_path: Path, original: bool) -> None:
-    async def scenario() -> None:
-        runner = web.AppRunner(Forgetful(2, original=original).app, shutdown_timeout=0.01)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with Talk(url) as api:
-                await api.both()
-                async with fed(tmp_path, url, Said()) as feed:
-                    feed.offer("run/0", group(first=0))
-                    await feed.drained()
-                assert (await api.get("/status"))["queue_size"] == 1
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(scenario())
-
-
-def test_no_more_groups_begin_than_the_trainer_may_be_behind(tmp_path: Path) -> None:
-    """Batches of two groups, three batches off policy: six groups, then none until a batch is taken."""
-
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
+async def test_a_lost_answer_does_not_double_a_group(tmp_path: Path, original: bool) -> None:
+    runner = web.AppRunner(Forgetful(2, original=original).app, shutdown_timeout=0.01)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with Talk(url) as api:
             await api.both()
-            await api.post("/disconnect-env", {"env_id": 0})
             async with fed(tmp_path, url, Said()) as feed:
-                for number in range(6):
-                    assert await feed.admit()
-                    feed.offer(f"run/{number}", group(first=number))
+                feed.offer("run/0", group(first=0))
                 await feed.drained()
-                seventh = asyncio.ensure_future(feed.admit())
-                await asyncio.sleep(0)
-                assert not seventh.done()
-                assert marks((await api.get("/batch"))["batch"])
-                assert await seventh
-                feed.offer("run/6", None)
-
-    asyncio.run(scenario())
+            assert (await api.get("/status"))["queue_size"] == 1
+    finally:
+        await runner.cleanup()
 
 
-def test_groups_that_make_up_no_batch_hold_nothing_up(tmp_path: Path) -> None:
+async def test_no_more_groups_begin_than_the_trainer_may_be_behind(tmp_path: Path) -> None:
+    """Batches of two groups, three batches off policy: six groups, then none until a batch is taken."""
+    async with serving() as url, Talk(url) as api:
+        await api.both()
+        await api.post("/disconnect-env", {"env_id": 0})
+        async with fed(tmp_path, url, Said()) as feed:
+            for number in range(6):
+                assert await feed.admit()
+                feed.offer(f"run/{number}", group(first=number))
+            await feed.drained()
+            seventh = asyncio.ensure_future(feed.admit())
+            await asyncio.sleep(0)
+            assert not seventh.done()
+            assert marks((await api.get("/batch"))["batch"])
+            assert await seventh
+            feed.offer("run/6", None)
+
+
+async def test_groups_that_make_up_no_batch_hold_nothing_up(tmp_path: Path) -> None:
     """Batches of four, and groups that came out with three rows: twelve rows are three batches, and none of four."""
 
     async def scenario() -> list[int]:
@@ -183,65 +170,53 @@ def test_groups_that_make_up_no_batch_hold_nothing_up(tmp_path: Path) -> None:
                 feed.offer("run/4", group(4, first=9))
             return marks((await api.get("/batch"))["batch"])
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == [9]
+    assert await asyncio.wait_for(scenario(), 30) == [9]
 
 
-def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
-            await api.both(starting_step=0, num_steps=1)
+async def test_the_trainer_that_has_enough_ends_the_run(tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.both(starting_step=0, num_steps=1)
+        async with fed(tmp_path, url, Said()) as feed:
+            for number in range(2):
+                assert await feed.admit()
+                feed.offer(f"run/{number}", group(first=number))
+            await feed.drained()
+            assert (await api.get("/batch"))["batch"]
+            while await feed.admit():
+                feed.offer("more", None)
+            assert feed.connection.finished
+
+
+async def test_a_refused_group_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    said = Said()
+    async with serving() as url, Talk(url) as api:
+        await api.both()
+        with pytest.RaisesGroup(
+            pytest.RaisesExc(TrainerRefused, match=r"refused 1 group; the last refusal: run/0: HTTP 422: masks")
+        ):
+            async with fed(tmp_path, url, said) as feed:
+                feed.offer("run/0", group(masks=[[1], [1]]))
+                feed.offer("run/1", group())
+        assert (await api.get("/status"))["queue_size"] == 1
+    assert "refused the group run/0" in said.notes[-1]
+
+
+async def test_a_delivered_group_is_not_sent_again_by_the_next_process(tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.both()
+        for _ in range(2):
             async with fed(tmp_path, url, Said()) as feed:
-                for number in range(2):
-                    assert await feed.admit()
-                    feed.offer(f"run/{number}", group(first=number))
-                await feed.drained()
-                assert (await api.get("/batch"))["batch"]
-                while await feed.admit():
-                    feed.offer("more", None)
-                assert feed.connection.finished
-
-    asyncio.run(scenario())
+                feed.offer("run/0", group(env_id=None))
+        assert (await api.get("/status"))["queue_size"] == 1
+        assert (await api.say("POST", "/register-env", environment()))[1]["wandb_name"] == "words_3"
 
 
-def test_a_refused_group_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said = Said()
-        async with serving() as url, Talk(url) as api:
-            await api.both()
-            with pytest.RaisesGroup(
-                pytest.RaisesExc(TrainerRefused, match=r"refused 1 group; the last refusal: run/0: HTTP 422: masks")
-            ):
-                async with fed(tmp_path, url, said) as feed:
-                    feed.offer("run/0", group(masks=[[1], [1]]))
-                    feed.offer("run/1", group())
-            assert (await api.get("/status"))["queue_size"] == 1
-        assert "refused the group run/0" in said.notes[-1]
-
-    asyncio.run(scenario())
-
-
-def test_a_delivered_group_is_not_sent_again_by_the_next_process(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
-            await api.both()
-            for _ in range(2):
-                async with fed(tmp_path, url, Said()) as feed:
-                    feed.offer("run/0", group(env_id=None))
-            assert (await api.get("/status"))["queue_size"] == 1
-            assert (await api.say("POST", "/register-env", environment()))[1]["wandb_name"] == "words_3"
-
-    asyncio.run(scenario())
-
-
-def test_a_server_that_is_never_there_ends_the_patience(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with Restartable(None) as server:
-            await server.stop()
-            with pytest.RaisesGroup(pytest.RaisesExc(TrainerUnavailable, match="does not answer /register-env")):
-                async with fed(tmp_path, server.url, Said(), IMPATIENT):
-                    pass
-
-    asyncio.run(scenario())
+async def test_a_server_that_is_never_there_ends_the_patience(tmp_path: Path) -> None:
+    async with Restartable(None) as server:
+        await server.stop()
+        with pytest.RaisesGroup(pytest.RaisesExc(TrainerUnavailable, match="does not answer /register-env")):
+            async with fed(tmp_path, server.url, Said(), IMPATIENT):
+                pass
 
 
 @asynccontextmanager
@@ -274,50 +249,41 @@ async def answering(*answers: tuple[int, str]) -> AsyncIterator[str]:
         (200, '{"status": "success", "env_id": "zero"}', "env_id"),
     ],
 )
-def test_what_is_no_trajectory_server_is_said_at_once(tmp_path: Path, status: int, body: str, told: str) -> None:
-    async def scenario() -> None:
-        async with answering((status, body)) as url:
-            with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match=told)):
-                async with fed(tmp_path, url, Said()):
-                    pass
-
-    asyncio.run(scenario())
+async def test_what_is_no_trajectory_server_is_said_at_once(tmp_path: Path, status: int, body: str, told: str) -> None:
+    async with answering((status, body)) as url:
+        with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match=told)):
+            async with fed(tmp_path, url, Said()):
+                pass
 
 
-def test_a_server_in_trouble_is_waited_for_and_its_trouble_said(tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_a_server_in_trouble_is_waited_for_and_its_trouble_said(tmp_path: Path) -> None:
+    said = Said()
+    trouble, none_yet = (503, "upstream is away"), (200, '{"status": "wait for trainer to start"}')
+    async with answering(trouble, none_yet, (404, "gone")) as url:
+        with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match="HTTP 404: gone")):
+            async with fed(tmp_path, url, said):
+                pass
+    assert said.notes == [
+        f"waiting: {url}/register-env answers HTTP 503: upstream is away",
+        "waiting for the trainer to start",
+    ]
+
+
+async def test_an_interrupted_environment_says_goodbye(tmp_path: Path) -> None:
+    async with serving() as url, Talk(url) as api:
+        await api.both()
+        await api.post("/disconnect-env", {"env_id": 0})
         said = Said()
-        trouble, none_yet = (503, "upstream is away"), (200, '{"status": "wait for trainer to start"}')
-        async with answering(trouble, none_yet, (404, "gone")) as url:
-            with pytest.RaisesGroup(pytest.RaisesExc(TrainerRefused, match="HTTP 404: gone")):
-                async with fed(tmp_path, url, said):
-                    pass
-        assert said.notes == [
-            f"waiting: {url}/register-env answers HTTP 503: upstream is away",
-            "waiting for the trainer to start",
-        ]
 
-    asyncio.run(scenario())
+        async def endless() -> None:
+            async with fed(tmp_path, url, said):
+                await asyncio.Event().wait()
 
-
-def test_an_interrupted_environment_says_goodbye(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving() as url, Talk(url) as api:
-            await api.both()
-            await api.post("/disconnect-env", {"env_id": 0})
-            said = Said()
-
-            async def endless() -> None:
-                async with fed(tmp_path, url, said):
-                    await asyncio.Event().wait()
-
-            running = asyncio.ensure_future(endless())
-            await said.until("registered")
-            assert (await api.get("/status-env", {"env_id": 0}))["env_weight"] == 1.0
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            gone = (await api.get("/status-env", {"env_id": 1}))["env_weight"]
-            assert gone == 0.01
-
-    asyncio.run(scenario())
+        running = asyncio.ensure_future(endless())
+        await said.until("registered")
+        assert (await api.get("/status-env", {"env_id": 0}))["env_weight"] == 1.0
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        gone = (await api.get("/status-env", {"env_id": 1}))["env_weight"]
+        assert gone == 0.01

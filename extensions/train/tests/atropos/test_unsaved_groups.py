@@ -112,7 +112,7 @@ class Nameless(TrajectoryServer):
 
 
 @pytest.mark.parametrize(("step", "come"), [(3, [0, 1, 2, 3]), (4, [2, 3])])
-def test_a_trainer_that_says_that_it_took_a_batch_is_believed(step: int, come: list[int], tmp_path: Path) -> None:
+async def test_a_trainer_that_says_that_it_took_a_batch_is_believed(step: int, come: list[int], tmp_path: Path) -> None:
     """The server forgets a batch that was seen waiting; the trainer comes back at its old step, or at the next."""
 
     async def scenario(server: Nameless, url: str) -> list[int]:
@@ -145,4 +145,4 @@ def test_a_trainer_that_says_that_it_took_a_batch_is_believed(step: int, come: l
         finally:
             await runner.cleanup()
 
-    assert sorted(asyncio.run(served())) == come
+    assert sorted(await served()) == come

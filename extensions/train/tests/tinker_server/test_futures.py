@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 
@@ -47,7 +46,7 @@ def test_a_full_server_is_busy_until_results_are_fetched(monkeypatch: pytest.Mon
     assert futures.add("c", "s").answer is None
 
 
-def test_requests_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 100)
     futures = Futures(ManualClock())
     bodies: list[int] = []
@@ -62,21 +61,18 @@ def test_requests_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.Monke
 
         return await futures.read(partial(body, size), announced or size, add)
 
-    async def go() -> None:
-        first = await submit("a", 60, announced=100)
-        assert await submit("a", 60 - 20) is first  # repeated: held once
-        await submit("b", 40)
-        with pytest.raises(Busy, match="waiting"):
-            await submit("c", 1)
-        assert bodies == [60, 40, 40]  # the last one was not read
-        futures.finish(first, FutureAnswer(b""))
-        await submit("c", 60)
-        with pytest.raises(Busy):
-            await submit("d", 1)
-        futures.end_session("s")
-        await submit("e", 1000)  # one alone is always taken
-
-    asyncio.run(go())
+    first = await submit("a", 60, announced=100)
+    assert await submit("a", 60 - 20) is first  # repeated: held once
+    await submit("b", 40)
+    with pytest.raises(Busy, match="waiting"):
+        await submit("c", 1)
+    assert bodies == [60, 40, 40]  # the last one was not read
+    futures.finish(first, FutureAnswer(b""))
+    await submit("c", 60)
+    with pytest.raises(Busy):
+        await submit("d", 1)
+    futures.end_session("s")
+    await submit("e", 1000)  # one alone is always taken
 
 
 def test_the_end_of_a_session_cancels_what_waits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import random
 from pathlib import Path
@@ -39,7 +38,7 @@ def demonstrations() -> list[TrainedRow]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loss", ["importance_sampling", "dapo"])
 @pytest.mark.parametrize("pass_memory", [None, 1e-6])
-def test_a_supervised_step_is_a_step_on_the_cross_entropy(
+async def test_a_supervised_step_is_a_step_on_the_cross_entropy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_memory: float | None, loss: Any
 ) -> None:
     import torch
@@ -55,19 +54,14 @@ def test_a_supervised_step_is_a_step_on_the_cross_entropy(
         groups=5, learning_rate=RATE, warm_start="oracle", pass_memory=pass_memory, loss=loss
     )
     rows = demonstrations()
-
-    async def supervised() -> tuple[dict[str, torch.Tensor], float]:
-        trainer = TrlTrainer(APIServerConfig(model_name=str(folder)), config, rollouts=20, temperature=1.0)
-        await trainer.open()
-        try:
-            made, nats = as_sampled(rows, await trainer.logprobs(rows))
-            await trainer.step(made, "1")
-            weights = {name: each.detach().clone() for name, each in trainer._trl.model.state_dict().items()}
-        finally:
-            await trainer.aclose()
-        return weights, nats
-
-    weights, nats = asyncio.run(supervised())
+    trainer = TrlTrainer(APIServerConfig(model_name=str(folder)), config, rollouts=20, temperature=1.0)
+    await trainer.open()
+    try:
+        made, nats = as_sampled(rows, await trainer.logprobs(rows))
+        await trainer.step(made, "1")
+        weights = {name: each.detach().clone() for name, each in trainer._trl.model.state_dict().items()}
+    finally:
+        await trainer.aclose()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     summed, count = torch.zeros(()), 0
     for row in rows:

@@ -340,7 +340,7 @@ def test_a_model_that_is_not_there_is_named() -> None:
         train(Path("/nowhere"), "trl", 1)
 
 
-def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
+async def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
     """The rl_* tools: the training is `palaestra train` with TRL, and its checkpoint a model."""
     (tmp_path / "environments").mkdir()
     (tmp_path / "environments" / "note_env.py").write_text(NOTE + SCORE)
@@ -352,28 +352,24 @@ def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
         rl_status_interval_s=0,
     )
     edits = {"steps": 1, "groups": 1, "group_size": 4, "eval_every": 0, "max_agent_turns": 2}
+    async with ToolRuntime(build_tool_registry(["rl"], settings=settings), None, "t") as tools:
 
-    async def agent() -> dict[str, Any]:
-        async with ToolRuntime(build_tool_registry(["rl"], settings=settings), None, "t") as tools:
+        async def call(name: str, /, **arguments: Any) -> dict[str, Any]:
+            return json.loads(await tools.handle(f"rl_{name}", arguments))
 
-            async def call(name: str, /, **arguments: Any) -> dict[str, Any]:
-                return json.loads(await tools.handle(f"rl_{name}", arguments))
-
-            assert (await call("select_environment", name="note"))["environment"] == "note"
-            tried = await call("test_inference", num_steps=1, group_size=2)
-            assert tried["models_tested"][0]["total_completions"] == 2, tried
-            for field, value in edits.items():
-                assert "error" not in await call("edit_config", field=field, value=value)
-            started = await call("start_training")
-            assert started["status"] == "started", started
-            while (  # noqa: ASYNC110
-                status := await call("check_status", run_id=started["run_id"])
-            )["status"] in ("starting", "running"):
-                await asyncio.sleep(0.5)
-            assert status["status"] == "completed", status
-            return await call("get_results", run_id=started["run_id"])
-
-    results = asyncio.run(agent())
+        assert (await call("select_environment", name="note"))["environment"] == "note"
+        tried = await call("test_inference", num_steps=1, group_size=2)
+        assert tried["models_tested"][0]["total_completions"] == 2, tried
+        for field, value in edits.items():
+            assert "error" not in await call("edit_config", field=field, value=value)
+        started = await call("start_training")
+        assert started["status"] == "started", started
+        while (  # noqa: ASYNC110
+            status := await call("check_status", run_id=started["run_id"])
+        )["status"] in ("starting", "running"):
+            await asyncio.sleep(0.5)
+        assert status["status"] == "completed", status
+        results = await call("get_results", run_id=started["run_id"])
     assert results["final_metrics"]["step"] == 1
     assert results["final_metrics"]["logprob_difference"] < 1e-4
     assert list(Path(results["result"]["last"]).rglob("*.safetensors"))

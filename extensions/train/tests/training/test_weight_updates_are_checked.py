@@ -95,7 +95,7 @@ def test_a_server_with_old_weights_ends_the_training(
             asyncio.run(steps())
 
 
-def test_a_folder_that_the_server_cannot_read_is_named(tmp_path: Path) -> None:
+async def test_a_folder_that_the_server_cannot_read_is_named(tmp_path: Path) -> None:
     from palaestra_tokens.engines.token_engine import SGLangEngine
     from palaestra_tokens.engines.transformers import TransformersEngine
     from palaestra_tokens.testing.tiny_model import make_tiny
@@ -115,4 +115,4 @@ def test_a_folder_that_the_server_cannot_read_is_named(tmp_path: Path) -> None:
                 await engine.aclose()
 
     with pytest.raises(EngineRefused, match="elsewhere"):
-        asyncio.run(load())
+        await load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -48,7 +47,7 @@ def noting(name: str, seen: list[tuple[str, int]]) -> ChatMiddleware:
     return note
 
 
-def test_the_first_middleware_is_the_outermost_and_sub_agents_go_through_the_same() -> None:
+async def test_the_first_middleware_is_the_outermost_and_sub_agents_go_through_the_same() -> None:
     seen: list[tuple[str, int]] = []
     server = Exact()
     conversation = MiddlewareServer(server, [noting("a", seen), noting("b", seen)])
@@ -56,15 +55,12 @@ def test_the_first_middleware_is_the_outermost_and_sub_agents_go_through_the_sam
     assert conversation.get_state() == {"ledger": server.ledger}
     child = conversation.child(2)
     assert child.segments == (2,)
-
-    async def main() -> list[str]:
-        return [(await each.chat_completion(messages=[])).id for each in (conversation, child)]
-
-    assert asyncio.run(main()) == ["0", "2"]
+    result = [(await each.chat_completion(messages=[])).id for each in (conversation, child)]
+    assert result == ["0", "2"]
     assert seen == [("a", 0), ("b", 0), ("a", 2), ("b", 2)]
 
 
-def test_a_foreign_server_only_chats_and_fails_as_a_server() -> None:
+async def test_a_foreign_server_only_chats_and_fails_as_a_server() -> None:
     class Client:
         async def chat_completion(self, **request: JSON) -> JSON:
             raise KeyError("choices")
@@ -73,4 +69,4 @@ def test_a_foreign_server_only_chats_and_fails_as_a_server() -> None:
     assert conversation.ledger is None
     assert conversation.get_state() is None
     with pytest.raises(EngineError, match="KeyError"):
-        asyncio.run(conversation.chat_completion(messages=[]))
+        await conversation.chat_completion(messages=[])

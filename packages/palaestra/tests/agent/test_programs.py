@@ -17,19 +17,21 @@ class Installed(NpmProgram):
         return Path(self.package)
 
 
-def test_a_node_in_a_home_does_not_show_the_home_to_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_in_a_home_does_not_show_the_home_to_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, agent = tmp_path / "home", tmp_path / "agent"
     for program in (home / "bin/node", agent / "node_modules/.bin/pi"):
         program.parent.mkdir(parents=True)
         program.touch(0o755)
     (home / "lib").mkdir()
     monkeypatch.setenv("PATH", str(home / "bin"))
-    mounts = asyncio.run(Installed("pi", str(agent), "1", ()).install())
+    mounts = await Installed("pi", str(agent), "1", ()).install()
     assert [mount.source for mount in mounts] == [str(agent), str(home / "bin"), str(home / "lib")]
 
 
 @pytest.mark.slow
-def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
 
@@ -40,7 +42,7 @@ def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch
 
     program = Missing("mine", "no-such-agent-of-mine", "1.0", "mine", ())
     with pytest.raises(ConfigError, match="no-such-agent-of-mine"):
-        asyncio.run(program.install())
+        await program.install()
 
 
 @pytest.mark.parametrize("ending", ["exit 1", "exit 127", "kill -KILL $$", "kill -TERM $$", "exec sleep 60"])
@@ -74,13 +76,13 @@ touch {again} half; ln -s / link; {ending}
     asyncio.run(program.install())
 
 
-def test_an_agent_names_the_python_that_it_needs() -> None:
+async def test_an_agent_names_the_python_that_it_needs() -> None:
     program = PipProgram("mine", "mine", "1.0", (), python="3.99")
     with pytest.raises(ConfigError, match=r"agent mine needs Python 3\.99 on this machine"):
-        asyncio.run(program.install())
+        await program.install()
 
 
-def test_slots_see_the_python_that_made_an_agents_environment(tmp_path: Path) -> None:
+async def test_slots_see_the_python_that_made_an_agents_environment(tmp_path: Path) -> None:
     python, agent = tmp_path / "python-3.13", tmp_path / "agent"
     for folder in (python / "bin", python / "lib", agent / "bin"):
         folder.mkdir(parents=True)
@@ -92,7 +94,7 @@ def test_slots_see_the_python_that_made_an_agents_environment(tmp_path: Path) ->
         def folder(self) -> Path:
             return agent
 
-    mounts = asyncio.run(Made("mine", "mine", "1.0", ()).install())
+    mounts = await Made("mine", "mine", "1.0", ()).install()
     assert [mount.source for mount in mounts] == [str(agent), str(python / "bin"), str(python / "lib")]
 
 

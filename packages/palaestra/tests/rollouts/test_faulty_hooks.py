@@ -161,23 +161,20 @@ def test_who_does_not_end_when_told_is_ended_all_the_same(tmp_path: Path) -> Non
     assert "showed no sign of life for 0.05 s at stage grade" in group.trajectories[0].error
 
 
-def test_a_rollout_that_is_itself_cancelled_is_not_the_graders(tmp_path: Path) -> None:
-    async def main() -> None:
-        entered = asyncio.Event()
+async def test_a_rollout_that_is_itself_cancelled_is_not_the_graders(tmp_path: Path) -> None:
+    entered = asyncio.Event()
 
-        async def waits(rollout: Rollout) -> float:
-            entered.set()
-            await asyncio.sleep(60)
-            return 1.0
+    async def waits(rollout: Rollout) -> float:
+        entered.set()
+        await asyncio.sleep(60)
+        return 1.0
 
-        shared = services(tmp_path)
-        running = asyncio.create_task(Runner(Sums(1, score=waits), shared).run())
-        await entered.wait()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        shared.events.journal.close()
-
-    asyncio.run(main())
+    shared = services(tmp_path)
+    running = asyncio.create_task(Runner(Sums(1, score=waits), shared).run())
+    await entered.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    shared.events.journal.close()
     assert b'"blame":"run"' in (tmp_path / "journal.jsonl").read_bytes()
 
 

@@ -65,7 +65,7 @@ def played(name: str, env: object, kind: type[Fixer], folder: Path) -> tuple[Tra
     "command",
     ["opencode acp", *(pytest.param(each, marks=pytest.mark.interop) for each in ("kimi-code acp", "copilot --acp"))],
 )
-def test_an_installed_agent_speaks_the_agent_client_protocol(
+async def test_an_installed_agent_speaks_the_agent_client_protocol(
     command: str, env: object, kind: type[Fixer], tmp_path: Path
 ) -> None:
     program = PROGRAMS[command.split()[0]]
@@ -73,8 +73,8 @@ def test_an_installed_agent_speaks_the_agent_client_protocol(
     if why := installable(program):
         pytest.skip(why)
     engine = kind()
-    run = asyncio.run(
-        palaestra.run(env, server=engine, agent=f"acp:{command}", folder=tmp_path, group_size=1, max_agent_turns=12)
+    run = await palaestra.run(
+        env, server=engine, agent=f"acp:{command}", folder=tmp_path, group_size=1, max_agent_turns=12
     )
     (trajectory,) = run.trajectories
     log = next((run.path / "agents").glob("*.log")).read_text()

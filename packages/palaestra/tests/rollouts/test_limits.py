@@ -46,7 +46,7 @@ def test_more_failures_than_allowed_close_the_gate() -> None:
     assert len(told) == 1, "said once"
 
 
-def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
+async def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
     async def scenario() -> None:
         stops, trainer = RunLimits(), asyncio.Event()
         begin = asyncio.ensure_future(stops.unless_stopped(trainer.wait()))
@@ -58,7 +58,7 @@ def test_who_waits_at_another_gate_hears_that_this_one_closes() -> None:
         stops.drain()
         assert not await begin
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
 
 
 def test_old_failures_are_forgotten() -> None:

@@ -159,19 +159,15 @@ async def interrupted(runner: Runner, entered: asyncio.Event) -> None:
         await running
 
 
-def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path) -> None:
+async def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path) -> None:
     shared = services(tmp_path, group_size=1)
+    entered = asyncio.Event()
 
-    async def main() -> None:
-        entered = asyncio.Event()
+    async def first_only(rollout: Rollout) -> float:
+        return 1.0 if rollout.task.id == "sum-0" else await until_cancelled(entered)
 
-        async def first_only(rollout: Rollout) -> float:
-            return 1.0 if rollout.task.id == "sum-0" else await until_cancelled(entered)
-
-        await interrupted(Runner(Sums(3, score=first_only), shared, concurrency=1), entered)
-        shared.events.journal.close()
-
-    asyncio.run(main())
+    await interrupted(Runner(Sums(3, score=first_only), shared, concurrency=1), entered)
+    shared.events.journal.close()
     groups = list(Recording(shared.events.journal.path))
     assert [group.task_id for group in groups] == ["sum-0"]
     ended = [event.trajectory for event in read_journal(shared.events.journal.path) if hasattr(event, "trajectory")]
@@ -181,7 +177,7 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
     ]
 
 
-def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_port: int) -> None:
     shared = services(tmp_path, group_size=1)
     from palaestra_tokens.config import APIServerConfig
     from palaestra_tokens.server_group import ServerGroup
@@ -198,7 +194,7 @@ def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_po
             shared.events.journal.close()
 
     with pytest.raises(EngineUnavailable, match="groups in a row"):
-        asyncio.run(main())
+        await main()
     finished = list(Recording(shared.events.journal.path))
     assert 3 <= len(finished) < 50
     assert all(t.reward is None and t.blame is Blame.ENGINE for group in finished for t in group.trajectories)

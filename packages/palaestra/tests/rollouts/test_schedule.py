@@ -50,19 +50,16 @@ def test_slow_tasks_come_first_and_unknown_ones_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("window", [2, 1024])
-def test_tasks_read_before_a_failure_are_rolled_out_before_it_is_raised(window: int) -> None:
+async def test_tasks_read_before_a_failure_are_rolled_out_before_it_is_raised(window: int) -> None:
     async def broken() -> AsyncIterator[Numbered]:
         for number in range(3):
             yield number, sum_task(number)
         raise ConfigError("the source broke")
 
-    async def main() -> None:
-        tasks = slowest_first(broken(), {"sum-1": 9.0}, window)
-        assert sorted([(await anext(tasks))[0] for _ in range(3)]) == [0, 1, 2]
-        with pytest.raises(ConfigError):
-            await anext(tasks)
-
-    asyncio.run(main())
+    tasks = slowest_first(broken(), {"sum-1": 9.0}, window)
+    assert sorted([(await anext(tasks))[0] for _ in range(3)]) == [0, 1, 2]
+    with pytest.raises(ConfigError):
+        await anext(tasks)
 
 
 def test_only_the_first_tasks_are_taken_and_only_a_window_is_read_ahead() -> None:
@@ -157,20 +154,17 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
     assert handed == [0, 1, 2, 3, 4]
 
 
-def test_tasks_that_come_quickly_are_counted_before_the_first_runs() -> None:
-    async def main() -> None:
-        found: list[int] = []
-        tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, seconds=60)
-        assert [number async for number, _ in tasks] == [0, 1, 2]
-        assert found == [3]
-        tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, window=2, seconds=60)
-        assert [number async for number, _ in tasks] == [0, 1, 2]
-        assert found == [3], "more tasks than are read ahead"
-
-    asyncio.run(main())
+async def test_tasks_that_come_quickly_are_counted_before_the_first_runs() -> None:
+    found: list[int] = []
+    tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, seconds=60)
+    assert [number async for number, _ in tasks] == [0, 1, 2]
+    assert found == [3]
+    tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, window=2, seconds=60)
+    assert [number async for number, _ in tasks] == [0, 1, 2]
+    assert found == [3], "more tasks than are read ahead"
 
 
-def test_a_source_that_waits_or_fails_holds_up_no_task_before() -> None:
+async def test_a_source_that_waits_or_fails_holds_up_no_task_before() -> None:
     more = asyncio.Event()
 
     async def waiting() -> AsyncIterator[Numbered]:
@@ -179,14 +173,11 @@ def test_a_source_that_waits_or_fails_holds_up_no_task_before() -> None:
         yield 1, Task(id="t1", prompt="")
         raise TaskError("no third")
 
-    async def main() -> None:
-        found: list[int] = []
-        tasks = counted(waiting(), found.append, seconds=0.05)
-        assert (await anext(tasks))[0] == 0
-        more.set()
-        assert (await anext(tasks))[0] == 1
-        with pytest.raises(TaskError, match="no third"):
-            await anext(tasks)
-        assert found == []
-
-    asyncio.run(main())
+    found: list[int] = []
+    tasks = counted(waiting(), found.append, seconds=0.05)
+    assert (await anext(tasks))[0] == 0
+    more.set()
+    assert (await anext(tasks))[0] == 1
+    with pytest.raises(TaskError, match="no third"):
+        await anext(tasks)
+    assert found == []

@@ -434,65 +434,56 @@ def test_a_model_plays_the_user_and_judges_and_is_not_asked_again(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_a_model_is_asked_outside_of_a_rollout_too() -> None:
-    async def scenario() -> None:
-        async with LoopbackServer(said("yes")) as server:
-            model = ChatModel("m", base_url=server.url, prices=Prices(1, 1))
-            assert await model.ask("?") == "yes"
-            talk: list[JSON] = [{"role": "user", "content": "a"}]
-            assert await model.play_user("You are short.", talk, stop="yes") is None
-            assert await model.play_user("You are short.", talk, stop=["no", "ye"], rules="Be a cat.") is None
-            assert await model.play_user("You are short.", talk, stop=["no", "never"]) == "yes"
-            asked_for = [each.body["messages"][0]["content"] for each in server.seen if each.method == "POST"]
-            systems = asked_for[-2:]
-            assert systems[0] == "Be a cat.\nYou are short."
-            assert "write no and nothing else" in systems[1]
-
-    asyncio.run(scenario())
+async def test_a_model_is_asked_outside_of_a_rollout_too() -> None:
+    async with LoopbackServer(said("yes")) as server:
+        model = ChatModel("m", base_url=server.url, prices=Prices(1, 1))
+        assert await model.ask("?") == "yes"
+        talk: list[JSON] = [{"role": "user", "content": "a"}]
+        assert await model.play_user("You are short.", talk, stop="yes") is None
+        assert await model.play_user("You are short.", talk, stop=["no", "ye"], rules="Be a cat.") is None
+        assert await model.play_user("You are short.", talk, stop=["no", "never"]) == "yes"
+        asked_for = [each.body["messages"][0]["content"] for each in server.seen if each.method == "POST"]
+        systems = asked_for[-2:]
+        assert systems[0] == "Be a cat.\nYou are short."
+        assert "write no and nothing else" in systems[1]
 
 
-def test_a_users_model_that_fails_leaves_the_rollout_unscored() -> None:
-    async def scenario() -> None:
-        refused = FakeAnswer({"error": {"message": "no such model"}}, status=404)
-        async with LoopbackServer(refused) as server:
-            model = ChatModel("m", base_url=server.url)
+async def test_a_users_model_that_fails_leaves_the_rollout_unscored() -> None:
+    refused = FakeAnswer({"error": {"message": "no such model"}}, status=404)
+    async with LoopbackServer(refused) as server:
+        model = ChatModel("m", base_url=server.url)
 
-            async def person(messages: Sequence[JSON]) -> str | None:
-                return await model.play_user("You want tea.", messages)
+        async def person(messages: Sequence[JSON]) -> str | None:
+            return await model.play_user("You want tea.", messages)
 
-            run = await palaestra.run(cafe(person), policy="oracle")
-            (rollout,) = run.trajectories
-            assert (rollout.reward, rollout.blame) == (None, Blame.ENGINE)
-            assert "no such model" in rollout.error
-
-    asyncio.run(scenario())
+        run = await palaestra.run(cafe(person), policy="oracle")
+        (rollout,) = run.trajectories
+        assert (rollout.reward, rollout.blame) == (None, Blame.ENGINE)
+        assert "no such model" in rollout.error
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 404, 405])
-def test_errors_of_a_users_model_name_the_model_and_no_setting_of_the_run(status: int) -> None:
-    async def scenario() -> None:
-        async with LoopbackServer(FakeAnswer({"error": {"message": "no"}}, status=status or 500)) as server:
-            address = server.url if status else "http://127.0.0.1:1/v1"
-            model = ChatModel("guest-of-honour", base_url=address)
+async def test_errors_of_a_users_model_name_the_model_and_no_setting_of_the_run(status: int) -> None:
+    async with LoopbackServer(FakeAnswer({"error": {"message": "no"}}, status=status or 500)) as server:
+        address = server.url if status else "http://127.0.0.1:1/v1"
+        model = ChatModel("guest-of-honour", base_url=address)
 
-            async def person(messages: Sequence[JSON]) -> str | None:
-                return await model.play_user("You want tea.", messages)
+        async def person(messages: Sequence[JSON]) -> str | None:
+            return await model.play_user("You want tea.", messages)
 
-            for asked_by in (palaestra.run(cafe(person), policy="oracle", infra_retries=0), None):
-                if asked_by is None:
-                    with pytest.raises(EngineError) as raised:
-                        await model.ask("?")
-                    error = str(raised.value)
-                else:
-                    error = (await asked_by).trajectories[0].error
-                assert "ChatModel" in error
-                assert "guest-of-honour" in error
-                assert str(URL(address).port) in error
-                assert "--openai" not in error
-                assert "OPENAI_API_KEY" not in error
-                assert error.count("api_key of ChatModel") == (status in (401, 403))
-
-    asyncio.run(scenario())
+        for asked_by in (palaestra.run(cafe(person), policy="oracle", infra_retries=0), None):
+            if asked_by is None:
+                with pytest.raises(EngineError) as raised:
+                    await model.ask("?")
+                error = str(raised.value)
+            else:
+                error = (await asked_by).trajectories[0].error
+            assert "ChatModel" in error
+            assert "guest-of-honour" in error
+            assert str(URL(address).port) in error
+            assert "--openai" not in error
+            assert "OPENAI_API_KEY" not in error
+            assert error.count("api_key of ChatModel") == (status in (401, 403))
 
 
 def test_journals_without_users_are_as_before(tmp_path: Path) -> None:
@@ -530,18 +521,15 @@ def test_a_resumed_rollout_asks_a_user_again_who_failed() -> None:
     assert engine.sampled == len(engine.toy.encode(SAID[0])) + 1  # the reply was recorded
 
 
-def test_a_model_whose_reply_has_no_room_for_text_is_an_error() -> None:
-    async def scenario() -> None:
-        empty = completion("")
-        empty["choices"][0]["finish_reason"] = "length"
-        async with LoopbackServer(FakeAnswer(empty)) as server:
-            with pytest.raises(EngineReplyError, match="raise max_tokens of ChatModel, which is 2048"):
-                await ChatModel("m", base_url=server.url).ask("?")
-
-    asyncio.run(scenario())
+async def test_a_model_whose_reply_has_no_room_for_text_is_an_error() -> None:
+    empty = completion("")
+    empty["choices"][0]["finish_reason"] = "length"
+    async with LoopbackServer(FakeAnswer(empty)) as server:
+        with pytest.raises(EngineReplyError, match="raise max_tokens of ChatModel, which is 2048"):
+            await ChatModel("m", base_url=server.url).ask("?")
 
 
-def test_concurrent_questions_share_a_started_connection_and_a_failed_start_is_repeated() -> None:
+async def test_concurrent_questions_share_a_started_connection_and_a_failed_start_is_repeated() -> None:
     class Slow(ChatModel):
         def server(self) -> Any:
             return Connection()
@@ -559,21 +547,18 @@ def test_concurrent_questions_share_a_started_connection_and_a_failed_start_is_r
         async def aclose(self) -> None:
             self.closed = True
 
-    async def scenario() -> None:
-        servers, model = _Servers(), Slow("m", base_url="http://127.0.0.1:1")
-        with pytest.raises(EngineRefused):
-            await servers.of(model)
-        found: list[Any] = await asyncio.gather(*(servers.of(model) for _ in range(5)))
-        assert [each.started for each in found] == [True] * 5
-        assert len(made) == 2
-        await servers.aclose()
-
     made: list[Connection] = []
-    asyncio.run(scenario())
+    servers, model = _Servers(), Slow("m", base_url="http://127.0.0.1:1")
+    with pytest.raises(EngineRefused):
+        await servers.of(model)
+    found: list[Any] = await asyncio.gather(*(servers.of(model) for _ in range(5)))
+    assert [each.started for each in found] == [True] * 5
+    assert len(made) == 2
+    await servers.aclose()
     assert all(each.closed for each in made)
 
 
-def test_a_question_does_not_queue_behind_those_that_waited_for_the_start() -> None:
+async def test_a_question_does_not_queue_behind_those_that_waited_for_the_start() -> None:
     class Quick(ChatModel):
         def server(self) -> Any:
             return Connection()
@@ -584,16 +569,13 @@ def test_a_question_does_not_queue_behind_those_that_waited_for_the_start() -> N
 
         async def aclose(self) -> None: ...
 
-    async def scenario() -> None:
-        servers, model = _Servers(), Quick("m", base_url="http://127.0.0.1:1")
-        first, *others = [asyncio.create_task(servers.of(model)) for _ in range(50)]
-        await first
-        assert not all(each.done() for each in others)
-        with pytest.raises(StopIteration):
-            servers.of(model).send(None)  # it is answered without a round of the event loop
-        await asyncio.gather(*others)
-
-    asyncio.run(scenario())
+    servers, model = _Servers(), Quick("m", base_url="http://127.0.0.1:1")
+    first, *others = [asyncio.create_task(servers.of(model)) for _ in range(50)]
+    await first
+    assert not all(each.done() for each in others)
+    with pytest.raises(StopIteration):
+        servers.of(model).send(None)  # it is answered without a round of the event loop
+    await asyncio.gather(*others)
 
 
 def test_a_plain_hook_with_a_loop_of_its_own_gets_one_clear_error() -> None:

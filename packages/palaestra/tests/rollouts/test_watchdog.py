@@ -47,7 +47,7 @@ def test_calls_that_run_together_end_in_any_order() -> None:
         ("tool", ToolStuck, Blame.TOOL),
     ],
 )
-def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[InfraError], blame: Blame) -> None:
+async def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[InfraError], blame: Blame) -> None:
     async def main() -> None:
         at = Stages("r/0", quiet, {stage: SOON})
         async with at.watched():
@@ -55,7 +55,7 @@ def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[In
                 await asyncio.Event().wait()
 
     with pytest.raises(error, match=rf"r/0 showed no sign of life for 0.02 s at stage {stage}") as raised:
-        asyncio.run(main())
+        await main()
     assert raised.value.blame is blame
     assert WAITING_FOR.keys() == IDLE_LIMITS.keys()
 
@@ -90,16 +90,16 @@ def test_waiting_for_a_place_has_no_limit_and_the_next_stage_has_its_own() -> No
         asyncio.run(main("tool"))
 
 
-def test_a_timeout_of_somebody_elses_passes_through() -> None:
+async def test_a_timeout_of_somebody_elses_passes_through() -> None:
     async def main() -> None:
         async with Stages("r", quiet, {"model": 60.0}).watched():
             raise TimeoutError("theirs")
 
     with pytest.raises(TimeoutError, match="theirs"):
-        asyncio.run(main())
+        await main()
 
 
-def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path) -> None:
+async def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path) -> None:
     hung = 0
 
     async def hangs(rollout: Rollout) -> float:
@@ -110,16 +110,12 @@ def test_a_score_that_hangs_is_the_graders_fault_and_tried_again(tmp_path: Path)
         return 1.0
 
     shared = changed(services(tmp_path, group_size=1, infra_retries=1), idle_limits={"grade": SOON})
-
-    async def main() -> tuple[int, int]:
-        totals = await Runner(Sums(1, score=hangs), shared).run()
-        shared.events.journal.close()
-        return totals.scored, hung
-
-    assert asyncio.run(main()) == (1, 2)
+    totals = await Runner(Sums(1, score=hangs), shared).run()
+    shared.events.journal.close()
+    assert (totals.scored, hung) == (1, 2)
 
 
-def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
+async def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
     class Hanging(Sums):
         async def begin(self, rollout: Rollout) -> None:
             await asyncio.Event().wait()
@@ -135,6 +131,6 @@ def test_a_preparation_that_hangs_ends_its_group(tmp_path: Path) -> None:
         shared.events.journal.close()
         return rollout
 
-    ended = asyncio.run(main()).trajectory()
+    ended = (await main()).trajectory()
     assert (ended.outcome, ended.blame, ended.reward) == (Outcome.INFRA_ERROR, Blame.TASK, None)
     assert "idle_limits.setup" in ended.error

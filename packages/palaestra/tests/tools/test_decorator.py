@@ -108,8 +108,8 @@ def test_arguments_that_do_not_fit_are_refused_and_the_function_is_not_called(ar
     assert call(forecast, **arguments)["error"].startswith("Invalid arguments: ")
 
 
-def test_a_tool_is_still_its_function_and_says_what_it_was_told() -> None:
-    assert asyncio.run(forecast(Place(city="Rome"), days=1))["days"] == 1  # type: ignore[arg-type]
+async def test_a_tool_is_still_its_function_and_says_what_it_was_told() -> None:
+    assert (await forecast(Place(city="Rome"), days=1))["days"] == 1  # type: ignore[arg-type]
     assert (forecast.toolset, forecast.parallel_safe, forecast.missing()) == ("weather", True, None)
 
 

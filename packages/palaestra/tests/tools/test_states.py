@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -48,8 +47,8 @@ async def _no_slot() -> Slot:
     raise AssertionError("not needed")
 
 
-def test_the_newest_is_closed_first_and_one_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+async def test_the_newest_is_closed_first_and_one_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         states = States()
         assert states.get(First) is states.get(First)
         states.get(Plain)
@@ -57,48 +56,36 @@ def test_the_newest_is_closed_first_and_one_that_fails_stops_nobody(caplog: pyte
         await states.aclose()
         await states.aclose()
         assert states.get(First) is not None
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
     assert CLOSED == ["second", "first"]
     assert "Second could not be closed" in caplog.text
 
 
-def test_what_was_put_there_is_its_owners_to_close() -> None:
-    async def main() -> None:
-        states, second = States(), Second()
-        states.put(second)
-        assert states.get(Second) is second
-        await states.aclose()
-
-    asyncio.run(main())
+async def test_what_was_put_there_is_its_owners_to_close() -> None:
+    states, second = States(), Second()
+    states.put(second)
+    assert states.get(Second) is second
+    await states.aclose()
     assert CLOSED == []
 
 
-def test_a_binding_closes_its_own_and_leaves_what_is_shared() -> None:
-    async def main() -> None:
-        shared = States()
-        tools = ToolRuntime(ToolRegistry([HOLD], shared=shared), _no_slot, "t")
-        assert (await tools.call("hold", {})).reply == {"same": True}
-        await tools.aclose()
-        assert CLOSED == ["first"]
-        await shared.aclose()
-        assert CLOSED == ["first", "second"]
-
-    asyncio.run(main())
-
-
-def test_a_binding_that_shares_nothing_closes_all() -> None:
-    async def main() -> None:
-        tools = ToolRuntime(ToolRegistry([HOLD]), _no_slot, "t")
-        await tools.call("hold", {})
-        await tools.aclose()
-
-    asyncio.run(main())
+async def test_a_binding_closes_its_own_and_leaves_what_is_shared() -> None:
+    shared = States()
+    tools = ToolRuntime(ToolRegistry([HOLD], shared=shared), _no_slot, "t")
+    assert (await tools.call("hold", {})).reply == {"same": True}
+    await tools.aclose()
+    assert CLOSED == ["first"]
+    await shared.aclose()
     assert CLOSED == ["first", "second"]
 
 
-def test_a_call_outside_any_rollout_leaves_nothing() -> None:
-    result = asyncio.run(ToolRegistry([HOLD]).execute(ToolCall("hold", {})))
+async def test_a_binding_that_shares_nothing_closes_all() -> None:
+    tools = ToolRuntime(ToolRegistry([HOLD]), _no_slot, "t")
+    await tools.call("hold", {})
+    await tools.aclose()
+    assert CLOSED == ["first", "second"]
+
+
+async def test_a_call_outside_any_rollout_leaves_nothing() -> None:
+    result = await ToolRegistry([HOLD]).execute(ToolCall("hold", {}))
     assert result.success
     assert CLOSED == ["first", "second"]

@@ -29,119 +29,100 @@ def doubling() -> Sync:
     return lambda value: wait_for_sync(double(value), loop=loop, twin="double_async")
 
 
-def test_sync_calls_and_awaits_mix_in_one_coroutine() -> None:
-    async def main() -> int:
-        double = doubling()
+async def test_sync_calls_and_awaits_mix_in_one_coroutine() -> None:
+    double = doubling()
 
-        async def reward() -> int:
-            first = double(1)
-            await asyncio.sleep(0)
-            return double(first) + await bridged(nested())
+    async def reward() -> int:
+        first = double(1)
+        await asyncio.sleep(0)
+        return double(first) + await bridged(nested())
 
-        async def nested() -> int:
-            return double(10)
+    async def nested() -> int:
+        return double(10)
 
-        return await bridged(reward())
-
-    assert asyncio.run(main()) == 24
+    assert await bridged(reward()) == 24
 
 
-def test_the_loop_runs_on_while_a_sync_call_waits() -> None:
-    async def main() -> list[str]:
-        seen: list[str] = []
-        gate = asyncio.Event()
-        loop = asyncio.get_running_loop()
+async def test_the_loop_runs_on_while_a_sync_call_waits() -> None:
+    seen: list[str] = []
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
-        async def wait() -> None:
-            await gate.wait()
-            seen.append("released")
+    async def wait() -> None:
+        await gate.wait()
+        seen.append("released")
 
-        async def reward() -> None:
-            wait_for_sync(wait(), loop=loop, twin="wait_async")
+    async def reward() -> None:
+        wait_for_sync(wait(), loop=loop, twin="wait_async")
 
-        async def other() -> None:
-            seen.append("other")
-            gate.set()
+    async def other() -> None:
+        seen.append("other")
+        gate.set()
 
-        await asyncio.gather(bridged(reward()), other())
-        return seen
-
-    assert asyncio.run(main()) == ["other", "released"]
+    await asyncio.gather(bridged(reward()), other())
+    assert seen == ["other", "released"]
 
 
-def test_an_exception_arrives_at_the_sync_call() -> None:
-    async def main() -> str:
-        loop = asyncio.get_running_loop()
+async def test_an_exception_arrives_at_the_sync_call() -> None:
+    loop = asyncio.get_running_loop()
 
-        async def fail() -> None:
-            raise LookupError("gone")
+    async def fail() -> None:
+        raise LookupError("gone")
 
-        async def reward() -> str:
-            try:
-                wait_for_sync(fail(), loop=loop, twin="fail_async")
-            except LookupError as error:
-                return str(error)
-            return "no error"
+    async def reward() -> str:
+        try:
+            wait_for_sync(fail(), loop=loop, twin="fail_async")
+        except LookupError as error:
+            return str(error)
+        return "no error"
 
-        return await bridged(reward())
-
-    assert asyncio.run(main()) == "gone"
+    assert await bridged(reward()) == "gone"
 
 
-def test_cancellation_reaches_the_sync_call_and_gets_out() -> None:
-    async def main() -> list[str]:
-        seen: list[str] = []
-        loop = asyncio.get_running_loop()
-        waiting = asyncio.Event()
+async def test_cancellation_reaches_the_sync_call_and_gets_out() -> None:
+    seen: list[str] = []
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.Event()
 
-        async def hang() -> None:
-            waiting.set()
-            await asyncio.Event().wait()
+    async def hang() -> None:
+        waiting.set()
+        await asyncio.Event().wait()
 
-        async def reward() -> None:
-            try:
-                wait_for_sync(hang(), loop=loop, twin="hang_async")
-            finally:
-                seen.append("cleaned up")
+    async def reward() -> None:
+        try:
+            wait_for_sync(hang(), loop=loop, twin="hang_async")
+        finally:
+            seen.append("cleaned up")
 
-        task = asyncio.create_task(bridged(reward()))
-        await waiting.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return seen
-
-    assert asyncio.run(main()) == ["cleaned up"]
+    task = asyncio.create_task(bridged(reward()))
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["cleaned up"]
 
 
-def test_context_variables_are_shared_with_the_caller() -> None:
+async def test_context_variables_are_shared_with_the_caller() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    double = doubling()
+    variable.set(1)
 
-    async def main() -> tuple[int, int]:
-        double = doubling()
-        variable.set(1)
+    async def reward() -> int:
+        inherited = variable.get()
+        variable.set(2)
+        double(1)
+        return inherited
 
-        async def reward() -> int:
-            inherited = variable.get()
-            variable.set(2)
-            double(1)
-            return inherited
-
-        return await bridged(reward()), variable.get()
-
-    assert asyncio.run(main()) == (1, 2)
+    assert (await bridged(reward()), variable.get()) == (1, 2)
 
 
-def test_a_worker_thread_posts_to_the_loop() -> None:
-    async def main() -> int:
-        double = doubling()
-        return await asyncio.to_thread(double, 21)
-
-    assert asyncio.run(main()) == 42
+async def test_a_worker_thread_posts_to_the_loop() -> None:
+    double = doubling()
+    assert await asyncio.to_thread(double, 21) == 42
 
 
 @pytest.mark.parametrize("wrap", [asyncio.ensure_future, bridged], ids=["own task in reward", "no bridge at all"])
-def test_a_foreign_task_is_told_which_method_to_await(wrap: Callable[..., Awaitable[int]]) -> None:
+async def test_a_foreign_task_is_told_which_method_to_await(wrap: Callable[..., Awaitable[int]]) -> None:
     async def main() -> None:
         double = doubling()
 
@@ -157,7 +138,7 @@ def test_a_foreign_task_is_told_which_method_to_await(wrap: Callable[..., Awaita
         return await asyncio.ensure_future(coroutine)
 
     with pytest.raises(RuntimeError, match="await double_async"):
-        asyncio.run(main())
+        await main()
 
 
 def in_two_threads(double: Sync) -> list[int]:
@@ -230,7 +211,7 @@ WAYS = [in_two_threads, in_a_bare_thread, behind_an_event, a_future, a_queue, ca
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_an_async_hook_may_wait_for_its_own_threads(
+async def test_an_async_hook_may_wait_for_its_own_threads(
     way: Callable[[Sync], list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
@@ -249,36 +230,32 @@ def test_an_async_hook_may_wait_for_its_own_threads(
         assert await called_with_sync(hook, double) == right
         assert await called_with_sync(hook, double) == right
 
-    asyncio.run(main())
+    await main()
     assert begun == 3  # the second call knows the hook
     assert caplog.text.count("hook blocks the event loop") == 1
 
 
 @pytest.mark.slow
-def test_only_the_hook_that_blocks_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_hook_that_blocks_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
     begun: list[str] = []
+    double = doubling()
 
-    async def main() -> None:
-        double = doubling()
+    async def blocking() -> list[int]:
+        begun.append("blocking")
+        return in_two_threads(double)
 
-        async def blocking() -> list[int]:
-            begun.append("blocking")
-            return in_two_threads(double)
+    async def beside() -> int:
+        begun.append("beside")
+        await asyncio.sleep(0.1)
+        return double(7)
 
-        async def beside() -> int:
-            begun.append("beside")
-            await asyncio.sleep(0.1)
-            return double(7)
-
-        assert await asyncio.gather(called_with_sync(beside), called_with_sync(blocking)) == [14, [2, 4]]
-
-    asyncio.run(main())
+    assert await asyncio.gather(called_with_sync(beside), called_with_sync(blocking)) == [14, [2, 4]]
     assert sorted(begun) == ["beside", "blocking", "blocking"]
 
 
 @pytest.mark.slow
-def test_a_hook_around_the_hook_that_blocks_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hook_around_the_hook_that_blocks_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
     begun: list[str] = []
 
@@ -290,19 +267,12 @@ def test_a_hook_around_the_hook_that_blocks_is_called_once(monkeypatch: pytest.M
         begun.append("outer")
         return await called_with_sync(inner, double)
 
-    async def main() -> JSON:
-        return await called_with_sync(outer, doubling())
-
-    assert asyncio.run(main()) == [2, 4]
+    assert await called_with_sync(outer, doubling()) == [2, 4]
     assert begun == ["outer", "inner", "inner"]
 
 
 @pytest.mark.slow
-def test_a_loop_that_is_blocked_outside_a_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_that_is_blocked_outside_a_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
-
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match=r"has blocked the event loop.*double_async"):
-            in_two_threads(doubling())
-
-    asyncio.run(main())
+    with pytest.raises(RuntimeError, match=r"has blocked the event loop.*double_async"):
+        in_two_threads(doubling())

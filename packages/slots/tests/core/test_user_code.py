@@ -16,26 +16,20 @@ async def swallows() -> str:
     return "done all the same"
 
 
-def test_who_is_cancelled_ends_though_the_code_goes_on() -> None:
-    async def main() -> bool:
-        task = asyncio.create_task(foreign(swallows()))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled()
-
-    assert asyncio.run(main())
+async def test_who_is_cancelled_ends_though_the_code_goes_on() -> None:
+    task = asyncio.create_task(foreign(swallows()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
-def test_a_limit_above_it_holds() -> None:
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(foreign(swallows()), 0.01)
-
-    asyncio.run(main())
+async def test_a_limit_above_it_holds() -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(foreign(swallows()), 0.01)
 
 
-def test_a_limit_of_its_own_is_its_own_affair() -> None:
+async def test_a_limit_of_its_own_is_its_own_affair() -> None:
     async def limited() -> str:
         try:
             async with asyncio.timeout(0.01):
@@ -44,28 +38,25 @@ def test_a_limit_of_its_own_is_its_own_affair() -> None:
             return "too slow"
         raise AssertionError
 
-    assert asyncio.run(foreign(limited())) == "too slow"
+    assert await foreign(limited()) == "too slow"
 
 
-def test_a_cancellation_that_becomes_another_error_is_one_still() -> None:
+async def test_a_cancellation_that_becomes_another_error_is_one_still() -> None:
     async def fails_on_its_way_out() -> None:
         try:
             await asyncio.sleep(60)
         finally:
             raise OSError("closing failed")
 
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(foreign(fails_on_its_way_out()), 0.01)
-
-    asyncio.run(main())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(foreign(fails_on_its_way_out()), 0.01)
 
 
 async def fails(error: BaseException) -> None:
     raise error
 
 
-def test_a_failed_task_group_is_no_cancellation() -> None:
+async def test_a_failed_task_group_is_no_cancellation() -> None:
     async def group(*, caught: bool) -> str:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -76,30 +67,24 @@ def test_a_failed_task_group_is_no_cancellation() -> None:
                 raise
         return "went on"
 
-    async def main() -> None:
-        assert await foreign(group(caught=True)) == "went on"
-        with pytest.raises(ForeignError, match=r"^ValueError: no such page; KeyError: 'b'$"):
-            await foreign(group(caught=False))
-        with pytest.raises(TimeoutError):  # limits above it still work
-            async with asyncio.timeout(0.01):
-                await asyncio.sleep(60)
-
-    asyncio.run(main())
+    assert await foreign(group(caught=True)) == "went on"
+    with pytest.raises(ForeignError, match=r"^ValueError: no such page; KeyError: 'b'$"):
+        await foreign(group(caught=False))
+    with pytest.raises(TimeoutError):  # limits above it still work
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
 
 
-def test_what_is_no_exception_is_a_failure_all_the_same() -> None:
+async def test_what_is_no_exception_is_a_failure_all_the_same() -> None:
     class Stop(BaseException):
         pass
 
-    async def main() -> None:
-        for error in (Stop("enough"), SystemExit(3)):
-            with pytest.raises(ForeignError, match=type(error).__name__):
-                await foreign(fails(error))
-
-    asyncio.run(main())
+    for error in (Stop("enough"), SystemExit(3)):
+        with pytest.raises(ForeignError, match=type(error).__name__):
+            await foreign(fails(error))
 
 
-def test_a_retry_that_catches_everything_ends_too() -> None:
+async def test_a_retry_that_catches_everything_ends_too() -> None:
     async def retries() -> None:
         while True:
             try:
@@ -107,8 +92,5 @@ def test_a_retry_that_catches_everything_ends_too() -> None:
             except:  # noqa: E722
                 await asyncio.sleep(3600)
 
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(foreign(retries(), patience_s=0.01), 0.01)
-
-    asyncio.run(main())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(foreign(retries(), patience_s=0.01), 0.01)

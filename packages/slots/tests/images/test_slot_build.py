@@ -194,17 +194,15 @@ COPY Dockerfile /there
 
 
 @pytest.mark.slots
-def test_stages_are_built_beside_each_other(tmp_path: Path) -> None:
-    async def main() -> str:
-        async with LocalBackend() as backend:
-            slot = await backend.create(SlotSpec(), "stages")
-            assert (await build_in_slot(slot, recipe(tmp_path / "task", STAGES))).workdir == "/app"
-            assert await slot.stat("/out") is None, "the other stage's files are not here"
-            look = "cat /opt/both/base /usr/local/made/lib/it here/* last.txt named; stat -c '%a %u:%g' named here/tool"
-            look += "; stat -c %u:%g /usr/local/made/lib; ls /tmp /there"
-            return (await slot.execute(["/bin/sh", "-c", look], cwd="/app")).output
-
-    assert asyncio.run(main()).split() == [
+async def test_stages_are_built_beside_each_other(tmp_path: Path) -> None:
+    async with LocalBackend() as backend:
+        slot = await backend.create(SlotSpec(), "stages")
+        assert (await build_in_slot(slot, recipe(tmp_path / "task", STAGES))).workdir == "/app"
+        assert await slot.stat("/out") is None, "the other stage's files are not here"
+        look = "cat /opt/both/base /usr/local/made/lib/it here/* last.txt named; stat -c '%a %u:%g' named here/tool"
+        look += "; stat -c %u:%g /usr/local/made/lib; ls /tmp /there"
+        result = (await slot.execute(["/bin/sh", "-c", look], cwd="/app")).output
+    assert result.split() == [
         *("base", "tool", "one", "tool", "two", "one", "600", "5:6", "755", "0:0", "1234:1234"),
         *("/there:", "Dockerfile", "later.txt", "/tmp:"),
     ]

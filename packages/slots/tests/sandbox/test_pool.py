@@ -162,21 +162,18 @@ def test_sealing_gives_the_place_back_and_a_snapshot() -> None:
     with_pool(1, body)
 
 
-def test_closing_ends_the_waiting() -> None:
-    async def main() -> None:
-        pool = SlotPool(SlotPoolConfig(max_slots=1), LocalBackend())
-        with pytest.raises(SandboxError, match="start"):
-            await pool.acquire("early")
-        await pool.start()
-        await pool.acquire("holder")
-        waiting = asyncio.ensure_future(pool.acquire("waiter"))
-        await asyncio.sleep(0)
-        await pool.stop()
-        with pytest.raises(SandboxError, match="closed"):
-            await waiting
-        await pool.aclose()
-
-    asyncio.run(main())
+async def test_closing_ends_the_waiting() -> None:
+    pool = SlotPool(SlotPoolConfig(max_slots=1), LocalBackend())
+    with pytest.raises(SandboxError, match="start"):
+        await pool.acquire("early")
+    await pool.start()
+    await pool.acquire("holder")
+    waiting = asyncio.ensure_future(pool.acquire("waiter"))
+    await asyncio.sleep(0)
+    await pool.stop()
+    with pytest.raises(SandboxError, match="closed"):
+        await waiting
+    await pool.aclose()
 
 
 def test_the_configuration_refuses_what_it_does_not_know() -> None:
@@ -204,7 +201,7 @@ def test_slots_that_were_there_before_count_until_they_are_released() -> None:
     with_pool(1, body)
 
 
-def test_the_contracts_calls_run_in_a_slot() -> None:
+async def test_the_contracts_calls_run_in_a_slot() -> None:
     async def main() -> None:
         pool = SlotPool(SlotPoolConfig(slots_per_container=2, max_containers=1))
         await pool.start()
@@ -245,7 +242,7 @@ def test_the_contracts_calls_run_in_a_slot() -> None:
         await running
 
     try:
-        asyncio.run(main())
+        await main()
     except IsolationUnavailable as error:
         pytest.skip(str(error))
 

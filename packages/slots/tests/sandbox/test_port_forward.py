@@ -101,26 +101,23 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 """
 
 
-def test_an_agent_that_stops_the_relay_does_not_keep_the_host_waiting() -> None:
+async def test_an_agent_that_stops_the_relay_does_not_keep_the_host_waiting() -> None:
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(1)
         writer.write(bytes(4 << 20))
         await asyncio.wait([asyncio.ensure_future(reader.read())])
         writer.close()
 
-    async def main() -> None:
-        server = await asyncio.start_server(late, "127.0.0.1", 0)
-        backend = LocalBackend()
-        try:
-            await backend.start()
-            slot = await backend.create(spec=SlotSpec(), trajectory_id="t")
-            async with asyncio.timeout(30):
-                async with forwarded_port(slot, "127.0.0.1", server.sockets[0].getsockname()[1]) as port:
-                    result = await slot.execute(["python3", "-c", STOP_RELAY, str(port)])
-                    assert result.output == "stopped\n"
-                    await asyncio.sleep(1.5)
-        finally:
-            await backend.aclose()
-            server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(late, "127.0.0.1", 0)
+    backend = LocalBackend()
+    try:
+        await backend.start()
+        slot = await backend.create(spec=SlotSpec(), trajectory_id="t")
+        async with asyncio.timeout(30):
+            async with forwarded_port(slot, "127.0.0.1", server.sockets[0].getsockname()[1]) as port:
+                result = await slot.execute(["python3", "-c", STOP_RELAY, str(port)])
+                assert result.output == "stopped\n"
+                await asyncio.sleep(1.5)
+    finally:
+        await backend.aclose()
+        server.close()

@@ -132,7 +132,7 @@ while head := read(9 + 4):
         [("/workspace/a\0b", "file")],
     ],
 )
-def test_a_place_that_lists_what_cannot_be_leads_no_download_elsewhere(
+async def test_a_place_that_lists_what_cannot_be_leads_no_download_elsewhere(
     listed: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     entries = [{"path": path, "kind": kind, "size": 1, "mode": 0o600, "mtime": 0.0} for path, kind in listed]
@@ -141,19 +141,16 @@ def test_a_place_that_lists_what_cannot_be_leads_no_download_elsewhere(
     def command(call: Sequence[str]) -> Sequence[str]:
         return [sys.executable, "-I", "-S", "-c", f"import sys\nANSWERS = {answers!r}\n{ANSWER}"]
 
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            client = await RemoteClient.start_by(command, "none", {}, lambda *lost: None)
-            try:
-                slot = LocalSlot(client, "slot-1", 1, Rung.NONE, SlotSpec(), "t", no_fork, client.loop)
-                with pytest.raises(SandboxError, match="lists"):
-                    await download_dir(slot, "/workspace", tmp_path / "down/here")
-                with pytest.raises(SandboxError, match="lists"):
-                    await slot.list_dir()
-            finally:
-                await client.aclose()
-
-    asyncio.run(main())
+    async with asyncio.timeout(30):
+        client = await RemoteClient.start_by(command, "none", {}, lambda *lost: None)
+        try:
+            slot = LocalSlot(client, "slot-1", 1, Rung.NONE, SlotSpec(), "t", no_fork, client.loop)
+            with pytest.raises(SandboxError, match="lists"):
+                await download_dir(slot, "/workspace", tmp_path / "down/here")
+            with pytest.raises(SandboxError, match="lists"):
+                await slot.list_dir()
+        finally:
+            await client.aclose()
     assert {path.name for path in tmp_path.rglob("*")} == {"down", "here"}
 
 
@@ -185,10 +182,10 @@ class WithoutPython(RemoteBackend):
         return ["/bin/sh", "-c", "echo no python3 here >&2; exit 127"]
 
 
-def test_a_failure_to_start_names_the_image() -> None:
+async def test_a_failure_to_start_names_the_image() -> None:
     async def use() -> None:
         async with WithoutPython(image="debian:12") as backend:
             await backend.create(SlotSpec(), "one")
 
     with pytest.raises(SandboxError, match=r"elsewhere cannot start slots in the image debian:12: .*no python3 here"):
-        asyncio.run(use())
+        await use()

@@ -10,19 +10,16 @@ from palaestra_slots import ConfigError, Limits, Sandbox, SandboxError, SlotPool
 from palaestra_slots.sandbox.sandbox import size_in_bytes
 
 
-def test_commands_and_files() -> None:
-    async def go() -> None:
-        async with Sandbox(network="off", env={"NAME": "Ada"}) as box:
-            await box.write_text("a/b.txt", "one")
-            done = await box.execute('cat a/b.txt; echo " $NAME"; exit 3')
-            assert (done.output.strip(), done.exit_code) == ("one Ada", 3)
-            assert await box.read_text("missing", missing="none") == "none"
-            assert [entry.path for entry in await box.list_dir("a")] == ["/workspace/a/b.txt"]
-            assert box.isolation in ("full", "userns", "confined")
-        with pytest.raises(SandboxError, match="not open"):
-            await box.execute("true")
-
-    asyncio.run(go())
+async def test_commands_and_files() -> None:
+    async with Sandbox(network="off", env={"NAME": "Ada"}) as box:
+        await box.write_text("a/b.txt", "one")
+        done = await box.execute('cat a/b.txt; echo " $NAME"; exit 3')
+        assert (done.output.strip(), done.exit_code) == ("one Ada", 3)
+        assert await box.read_text("missing", missing="none") == "none"
+        assert [entry.path for entry in await box.list_dir("a")] == ["/workspace/a/b.txt"]
+        assert box.isolation in ("full", "userns", "confined")
+    with pytest.raises(SandboxError, match="not open"):
+        await box.execute("true")
 
 
 def test_too_little_memory_is_refused_with_a_size_that_works() -> None:
@@ -85,13 +82,10 @@ def test_a_snapshot_is_refused_after_its_sandbox_and_on_another_loop() -> None:
     asyncio.run(go())
 
 
-def test_sandboxes_of_a_pool_with_its_defaults() -> None:
-    async def go() -> None:
-        async with SlotPool() as pool, Sandbox(pool=pool) as one, Sandbox(pool=pool) as two:
-            assert pool.acquired_slots == 2
-            assert (await one.execute("echo hi")).output == (await two.execute("echo hi")).output == "hi\n"
-
-    asyncio.run(go())
+async def test_sandboxes_of_a_pool_with_its_defaults() -> None:
+    async with SlotPool() as pool, Sandbox(pool=pool) as one, Sandbox(pool=pool) as two:
+        assert pool.acquired_slots == 2
+        assert (await one.execute("echo hi")).output == (await two.execute("echo hi")).output == "hi\n"
 
 
 def test_a_blocking_sandbox_works_also_inside_a_running_loop() -> None:

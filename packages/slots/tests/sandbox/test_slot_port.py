@@ -30,7 +30,7 @@ while True:
 """
 
 
-def test_connections_are_copied_both_ways_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_copied_both_ways_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
 
     async def asked(path: str, text: bytes) -> bytes:
@@ -52,4 +52,4 @@ def test_connections_are_copied_both_ways_and_bounded(monkeypatch: pytest.Monkey
             async with slot_port(box.slot, "127.0.0.1", 8001) as path:
                 assert await asked(str(path), b"nobody") == b""
 
-    asyncio.run(main())
+    await main()

@@ -126,20 +126,17 @@ def test_base_urls(given: str, api: str) -> None:
     assert str(parse_base_url(given)) == api
 
 
-def test_the_query_of_a_base_url_is_in_every_request_and_in_no_message(caplog) -> None:
-    async def go() -> list[str]:
-        refusal = FakeAnswer({"error": {"message": "no"}}, 400)
-        async with LoopbackServer(FakeAnswer(completion()), refusal) as server:
-            base = f"{server.url}/openai/v1?api-version=preview&sig=s%2B1"
-            engine = OpenAIEngine(APIServerConfig(base_url=base, model_name="m"), clock=ManualClock())
-            await engine.start()
+async def test_the_query_of_a_base_url_is_in_every_request_and_in_no_message(caplog) -> None:
+    refusal = FakeAnswer({"error": {"message": "no"}}, 400)
+    async with LoopbackServer(FakeAnswer(completion()), refusal) as server:
+        base = f"{server.url}/openai/v1?api-version=preview&sig=s%2B1"
+        engine = OpenAIEngine(APIServerConfig(base_url=base, model_name="m"), clock=ManualClock())
+        await engine.start()
+        await engine.chat_completion(messages=HI)
+        with pytest.raises(EngineRefused) as refused:
             await engine.chat_completion(messages=HI)
-            with pytest.raises(EngineRefused) as refused:
-                await engine.chat_completion(messages=HI)
-            await engine.aclose()
-            return [f"{refused.value}", *(seen.path for seen in server.seen)]
-
-    message, *paths = asyncio.run(go())
+        await engine.aclose()
+        message, *paths = [f"{refused.value}", *(seen.path for seen in server.seen)]
     query = "?api-version=preview&sig=s%2B1"
     assert paths == [f"/openai/v1/{name}{query}" for name in ("models", "chat/completions", "chat/completions")]
     assert "sig" not in message + caplog.text
@@ -184,7 +181,7 @@ def test_a_refused_key_ends_the_start(status: int) -> None:
         with_engine(LoopbackServer(FakeAnswer(completion()), models=models), OpenAIEngine.start)
 
 
-def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
+async def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
     clock = ManualClock()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -198,7 +195,7 @@ def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
                 await engine.aclose()
 
         with pytest.raises(EngineUnavailable, match=f"127.0.0.1:{port}") as caught:
-            asyncio.run(go())
+            await go()
     assert sum(clock.slept) < 5
     assert caught.value.exit_code == 4
 

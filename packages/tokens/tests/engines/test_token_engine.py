@@ -318,7 +318,7 @@ def test_both_names_of_the_limit_count_over_aborts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_does_not_wait_behind_training(kind: str) -> None:
+async def test_evaluation_does_not_wait_behind_training(kind: str) -> None:
     begun, free = asyncio.Event(), asyncio.Event()
 
     class Busy(ToyEngine):
@@ -329,23 +329,20 @@ def test_evaluation_does_not_wait_behind_training(kind: str) -> None:
                 await free.wait()
             return await super().generate(input_ids, sampling)
 
-    async def go() -> None:
-        async with TokenLoopback(Busy(TOKENIZER, replies()), TOKENIZER, **KINDS[kind][1]) as loopback:
-            engine = KINDS[kind][0](config(loopback.url, num_max_requests_at_once=1), tokenizer=TOKENIZER)
-            training = asyncio.create_task(engine.chat_completion(messages=HI))
-            await begun.wait()
-            await asyncio.wait_for(engine.chat_completion(messages=HI, split="eval"), 10)
-            assert not training.done()
-            with pytest.raises(ConfigError, match="Unknown split 'test'"):
-                await engine.chat_completion(messages=HI, split="test")
-            free.set()
-            await training
-            await engine.aclose()
-
-    asyncio.run(go())
+    async with TokenLoopback(Busy(TOKENIZER, replies()), TOKENIZER, **KINDS[kind][1]) as loopback:
+        engine = KINDS[kind][0](config(loopback.url, num_max_requests_at_once=1), tokenizer=TOKENIZER)
+        training = asyncio.create_task(engine.chat_completion(messages=HI))
+        await begun.wait()
+        await asyncio.wait_for(engine.chat_completion(messages=HI, split="eval"), 10)
+        assert not training.done()
+        with pytest.raises(ConfigError, match="Unknown split 'test'"):
+            await engine.chat_completion(messages=HI, split="test")
+        free.set()
+        await training
+        await engine.aclose()
 
 
-def test_vllm_says_itself_which_model_it_does_not_have() -> None:
+async def test_vllm_says_itself_which_model_it_does_not_have() -> None:
     refusal = {"object": "error", "message": "The model `toy` does not exist.", "type": "NotFoundError", "code": 404}
 
     async def go() -> None:
@@ -358,7 +355,7 @@ def test_vllm_says_itself_which_model_it_does_not_have() -> None:
                 await engine.aclose()
 
     with pytest.raises(EngineRefused, match="does not exist"):
-        asyncio.run(go())
+        await go()
 
 
 def other_prompt(reply: JSON) -> JSON:
@@ -414,36 +411,30 @@ def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Ca
         *("an error with 200 and a status", "too long with 500", "400", "too long"),
     ],
 )
-def test_what_a_server_does_wrong(
+async def test_what_a_server_does_wrong(
     kind: str, answers: list[FakeAnswer], error: type[EngineError], requests: int
 ) -> None:
-    async def go() -> int:
-        async with LoopbackServer(*answers) as server:
-            engine = KINDS[kind][0](config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
-            chat = engine.managed_server()
-            try:
-                with pytest.raises(error, match=r"127\.0\.0\.1"):
-                    await chat.chat_completion(messages=HI, max_tokens=5)
-            finally:
-                await engine.aclose()
-            assert chat.ledger.rows() == []
-            return len(server.seen)
-
-    assert asyncio.run(go()) == requests
+    async with LoopbackServer(*answers) as server:
+        engine = KINDS[kind][0](config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+        chat = engine.managed_server()
+        try:
+            with pytest.raises(error, match=r"127\.0\.0\.1"):
+                await chat.chat_completion(messages=HI, max_tokens=5)
+        finally:
+            await engine.aclose()
+        assert chat.ledger.rows() == []
+        result = len(server.seen)
+    assert result == requests
 
 
-def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
+async def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 5, None]]}
     answers = [FakeAnswer({"error": "loading"}, 503), FakeAnswer(cut=True), FakeAnswer({"text": "", "meta_info": info})]
-
-    async def go() -> tuple[ManagedChat, int]:
-        async with LoopbackServer(*answers) as server:
-            engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
-            chat = await rollout(engine.managed_server(), 1)
-            await engine.aclose()
-            return chat, len(server.seen)
-
-    chat, requests = asyncio.run(go())
+    async with LoopbackServer(*answers) as server:
+        engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+        chat = await rollout(engine.managed_server(), 1)
+        await engine.aclose()
+        requests = len(server.seen)
     assert requests == 3
     assert len(chat.ledger.turns) == 1
     assert verify_ledger(chat.ledger.record()).ok
@@ -456,7 +447,7 @@ def test_a_server_that_recovers_costs_the_rollout_nothing() -> None:
         ("Input length (9 tokens) exceeds the maximum allowed length (8 tokens).", ContextExceeded),
     ],
 )
-def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> None:
+async def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> None:
     abort = {"type": "abort", "message": message, "status_code": 400}
     reply = {"text": "", "meta_info": {"finish_reason": abort, "output_token_logprobs": []}}
 
@@ -469,11 +460,11 @@ def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> N
                 await engine.aclose()
 
     with pytest.raises(EngineRefused, match=re.escape(message.rstrip("."))) as caught:
-        asyncio.run(go())
+        await go()
     assert type(caught.value) is error
 
 
-def test_another_tokenizer_than_the_servers_ends_the_start() -> None:
+async def test_another_tokenizer_than_the_servers_ends_the_start() -> None:
     other = toy_tokenizer(["completely different words"] * 3)
 
     async def go() -> None:
@@ -485,13 +476,13 @@ def test_another_tokenizer_than_the_servers_ends_the_start() -> None:
                 await engine.aclose()
 
     with pytest.raises(ConfigError, match="encodes text differently from tokenizer"):
-        asyncio.run(go())
+        await go()
 
 
-def test_a_tokenizer_that_cannot_be_had_ends_the_start(tmp_path: Path) -> None:
+async def test_a_tokenizer_that_cannot_be_had_ends_the_start(tmp_path: Path) -> None:
     engine = SGLangEngine(config("http://h", tokenizer_name=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        asyncio.run(engine.start())
+        await engine.start()
 
 
 def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
@@ -507,20 +498,17 @@ def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
     assert text.startswith("<|im_start|>hello<|im_end|>hello there")
 
 
-def test_a_group_moves_on_when_a_server_goes_away() -> None:
-    async def go() -> None:
-        async with TokenLoopback(ToyEngine(TOKENIZER, replies(), name="a"), TOKENIZER) as good:
-            async with LoopbackServer(FakeAnswer({"error": "down"}, 500)) as bad:
-                group = ServerGroup([config(bad.url, server_type="sglang"), config(good.url, server_type="sglang")])
-                for server in group.servers:
-                    server.transport.retry = type(server.transport.retry)(attempts=1)  # type: ignore[attr-defined]
-                assert group.token_exact
-                chat = await rollout(group.managed_server(tokenizer=TOKENIZER), 2)
-                await group.aclose()
-            assert verify_ledger(chat.ledger.record()).ok
-            assert [row.reason for row in chat.ledger.rows()] == ["start"]
-
-    asyncio.run(go())
+async def test_a_group_moves_on_when_a_server_goes_away() -> None:
+    async with TokenLoopback(ToyEngine(TOKENIZER, replies(), name="a"), TOKENIZER) as good:
+        async with LoopbackServer(FakeAnswer({"error": "down"}, 500)) as bad:
+            group = ServerGroup([config(bad.url, server_type="sglang"), config(good.url, server_type="sglang")])
+            for server in group.servers:
+                server.transport.retry = type(server.transport.retry)(attempts=1)  # type: ignore[attr-defined]
+            assert group.token_exact
+            chat = await rollout(group.managed_server(tokenizer=TOKENIZER), 2)
+            await group.aclose()
+        assert verify_ledger(chat.ledger.record()).ok
+        assert [row.reason for row in chat.ledger.rows()] == ["start"]
 
 
 def test_servers_that_only_chat_have_no_managed_server() -> None:

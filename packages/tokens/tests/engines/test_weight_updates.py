@@ -143,7 +143,7 @@ class StandIn:
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_what_waits_for_new_weights_is_sampled_by_them(refuses: bool) -> None:
+async def test_what_waits_for_new_weights_is_sampled_by_them(refuses: bool) -> None:
     server = StandIn(refuses=refuses)
 
     async def main() -> tuple[str, str]:
@@ -165,10 +165,10 @@ def test_what_waits_for_new_weights_is_sampled_by_them(refuses: bool) -> None:
             finally:
                 await engine.aclose()
 
-    assert asyncio.run(main()) == ("", "7")
+    assert await main() == ("", "7")
 
 
-def test_the_server_decides_which_version_is_recorded_if_it_reports_it() -> None:
+async def test_the_server_decides_which_version_is_recorded_if_it_reports_it() -> None:
     server = StandIn(labels=True)
 
     async def main() -> list[str]:
@@ -183,12 +183,12 @@ def test_the_server_decides_which_version_is_recorded_if_it_reports_it() -> None
             finally:
                 await engine.aclose()
 
-    assert asyncio.run(main()) == ["", "7 of the server", "8 of the server"]
+    assert await main() == ["", "7 of the server", "8 of the server"]
 
 
 @pytest.mark.parametrize("kind", [SGLangEngine, VLLMEngine])
 @pytest.mark.parametrize("status", [400, 404, 500, 503])
-def test_a_folder_that_the_server_cannot_read_is_one_error(
+async def test_a_folder_that_the_server_cannot_read_is_one_error(
     kind: type[SGLangEngine] | type[VLLMEngine], status: int
 ) -> None:
     server = StandIn(broken=True, status=status)
@@ -202,7 +202,7 @@ def test_a_folder_that_the_server_cannot_read_is_one_error(
                 await engine.aclose()
 
     with pytest.raises(EngineRefused, match=rf"/weights/7 \(HTTP {status}\): .*no such folder.* under the same path"):
-        asyncio.run(main())
+        await main()
     assert len(server.seen) == 3
     assert not server.paused
 

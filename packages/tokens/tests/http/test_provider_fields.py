@@ -286,15 +286,12 @@ def thought(tokens: int) -> JSON:
         ({"completion_tokens": 9, "total_tokens": 14}, 9),
     ],
 )  # fmt: skip
-def test_reasoning_that_a_provider_counts_apart_is_counted(usage: JSON, completion: int) -> None:
-    async def go() -> None:
-        server = LoopbackServer(whole({"content": "x"}, usage=usage))
-        async with server:
-            engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m"), clock=ManualClock())
-            used = (await engine.chat_completion(messages=HI)).usage
-            await engine.aclose()
-        assert used is not None
-        assert used.completion_tokens == completion
-        assert used.total_tokens >= used.prompt_tokens + completion
-
-    asyncio.run(go())
+async def test_reasoning_that_a_provider_counts_apart_is_counted(usage: JSON, completion: int) -> None:
+    server = LoopbackServer(whole({"content": "x"}, usage=usage))
+    async with server:
+        engine = OpenAIEngine(APIServerConfig(base_url=server.url, model_name="m"), clock=ManualClock())
+        used = (await engine.chat_completion(messages=HI)).usage
+        await engine.aclose()
+    assert used is not None
+    assert used.completion_tokens == completion
+    assert used.total_tokens >= used.prompt_tokens + completion

@@ -39,21 +39,16 @@ def outcome(server: LoopbackServer, client: Transport) -> bytes:
     return asyncio.run(go())
 
 
-def test_a_post_carries_json_and_headers_and_keeps_the_connection() -> None:
+async def test_a_post_carries_json_and_headers_and_keeps_the_connection() -> None:
     clock = ManualClock()
-
-    async def go() -> LoopbackServer:
-        async with LoopbackServer(OK) as server:
-            client = transport(clock, headers={"Authorization": "Bearer k"})
-            url = URL(server.url) / "v1"
-            assert await client.post_json(url, {"q": "é"}) == b'{"ok": true}'
-            await client.post_json(url, {})
-            assert client.requests == 2
-            await client.aclose()
-            await client.aclose()
-        return server
-
-    server = asyncio.run(go())
+    async with LoopbackServer(OK) as server:
+        client = transport(clock, headers={"Authorization": "Bearer k"})
+        url = URL(server.url) / "v1"
+        assert await client.post_json(url, {"q": "é"}) == b'{"ok": true}'
+        await client.post_json(url, {})
+        assert client.requests == 2
+        await client.aclose()
+        await client.aclose()
     assert server.seen[0].body == {"q": "é"}
     assert server.seen[0].headers["Authorization"] == "Bearer k"
     assert server.seen[0].headers["Content-Type"] == "application/json"
@@ -177,7 +172,7 @@ def test_no_retry_starts_after_the_time_is_over() -> None:
     assert len(clock.slept) == 2
 
 
-def test_waiting_for_a_turn_costs_no_tries() -> None:
+async def test_waiting_for_a_turn_costs_no_tries() -> None:
     """Behind a long queue a server's hiccup is worth another try as anywhere."""
     clock = ManualClock()
 
@@ -194,10 +189,10 @@ def test_waiting_for_a_turn_costs_no_tries() -> None:
             finally:
                 await client.aclose()
 
-    assert asyncio.run(go()) == [b'{"ok": true}'] * 2
+    assert await go() == [b'{"ok": true}'] * 2
 
 
-def test_an_unreachable_port_names_the_address_and_what_to_check() -> None:
+async def test_an_unreachable_port_names_the_address_and_what_to_check() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -210,7 +205,7 @@ def test_an_unreachable_port_names_the_address_and_what_to_check() -> None:
                 await client.aclose()
 
         with pytest.raises(EngineUnavailable) as caught:
-            asyncio.run(go())
+            await go()
     assert f"http://127.0.0.1:{port}/v1" in str(caught.value)
     assert "--openai.base_url" in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -223,36 +218,31 @@ def test_a_reply_that_never_comes_is_unavailable() -> None:
     assert client.in_flight == 0
 
 
-def test_a_lane_bounds_what_is_under_way_and_another_lane_is_not_behind_it() -> None:
-    async def go() -> int:
-        async with LoopbackServer(OK) as server:
-            server.gate = asyncio.Event()
-            client = Transport(lanes={"train": 3, "eval": 1})
-            url = URL(server.url)
-            async with asyncio.TaskGroup() as group:
-                for _ in range(10):
-                    group.create_task(client.post_json(url, {}))
-                group.create_task(client.post_json(url, {}, lane="eval"))
-                await server.under_way(4)
-                server.gate.set()
-            assert client.requests == 11
-            await client.aclose()
-            return server.most_at_once
-
-    assert asyncio.run(go()) == 4
+async def test_a_lane_bounds_what_is_under_way_and_another_lane_is_not_behind_it() -> None:
+    async with LoopbackServer(OK) as server:
+        server.gate = asyncio.Event()
+        client = Transport(lanes={"train": 3, "eval": 1})
+        url = URL(server.url)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(10):
+                group.create_task(client.post_json(url, {}))
+            group.create_task(client.post_json(url, {}, lane="eval"))
+            await server.under_way(4)
+            server.gate.set()
+        assert client.requests == 11
+        await client.aclose()
+        result = server.most_at_once
+    assert result == 4
 
 
-def test_cancelling_a_request_frees_its_place() -> None:
-    async def go() -> None:
-        async with LoopbackServer(FakeAnswer(hang=True), OK) as server:
-            client = Transport(lanes={"train": 1})
-            first = asyncio.create_task(client.post_json(URL(server.url), {}))
-            await server.under_way(1)
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            assert await client.post_json(URL(server.url), {}) == b'{"ok": true}'
-            assert client.in_flight == 0
-            await client.aclose()
-
-    asyncio.run(go())
+async def test_cancelling_a_request_frees_its_place() -> None:
+    async with LoopbackServer(FakeAnswer(hang=True), OK) as server:
+        client = Transport(lanes={"train": 1})
+        first = asyncio.create_task(client.post_json(URL(server.url), {}))
+        await server.under_way(1)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await client.post_json(URL(server.url), {}) == b'{"ok": true}'
+        assert client.in_flight == 0
+        await client.aclose()

@@ -92,7 +92,7 @@ def test_other_paths_and_methods_are_refused() -> None:
     attack(run, "hi")
 
 
-def test_a_rollouts_end_closes_its_key_and_cancels_its_calls() -> None:
+async def test_a_rollouts_end_closes_its_key_and_cancels_its_calls() -> None:
     class Never:
         name = "never"
 
@@ -101,20 +101,16 @@ def test_a_rollouts_end_closes_its_key_and_cancels_its_calls() -> None:
             await asyncio.Event().wait()
 
     started = asyncio.Event()
-
-    async def main() -> None:
-        ending = Conversations(ManagedChat(Never(), FORMAT, "hermes"))
-        async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
-            with endpoint.open(ending) as address:
-                url = f"{address.openai_url}/chat/completions"
-                waiting = asyncio.create_task(status(session, url, bearer(address.key)))
-                await started.wait()
-            with pytest.raises(aiohttp.ClientError):
-                await asyncio.wait_for(waiting, 5)
-            assert await status(session, url, bearer(address.key)) == 401
-            assert not ending.recorded().every
-
-    asyncio.run(main())
+    ending = Conversations(ManagedChat(Never(), FORMAT, "hermes"))
+    async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
+        with endpoint.open(ending) as address:
+            url = f"{address.openai_url}/chat/completions"
+            waiting = asyncio.create_task(status(session, url, bearer(address.key)))
+            await started.wait()
+        with pytest.raises(aiohttp.ClientError):
+            await asyncio.wait_for(waiting, 5)
+        assert await status(session, url, bearer(address.key)) == 401
+        assert not ending.recorded().every
 
 
 def test_the_key_is_checked_before_the_body() -> None:
@@ -316,20 +312,16 @@ def test_refused_requests_are_counted() -> None:
     assert (mine.refused, other.refused) == (3, 0)
 
 
-def test_a_request_on_which_the_endpoint_itself_fails_is_counted() -> None:
+async def test_a_request_on_which_the_endpoint_itself_fails_is_counted() -> None:
     class Broken(ChatServer):
         async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
             raise KeyError("a bug")
 
     broken = Conversations(Broken())
-
-    async def main() -> None:
-        async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
-            with endpoint.open(broken) as here:
-                for body in (CHAT, {**CHAT, "stream": True}):
-                    assert await status(session, f"{here.openai_url}/chat/completions", bearer(here.key), body) == 500
-
-    asyncio.run(main())
+    async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
+        with endpoint.open(broken) as here:
+            for body in (CHAT, {**CHAT, "stream": True}):
+                assert await status(session, f"{here.openai_url}/chat/completions", bearer(here.key), body) == 500
     assert (broken.refused, broken.failure) == (2, None)
 
 
@@ -340,27 +332,23 @@ class Long(ChatServer):
         return ChatCompletion(choices=[ChatChoice(message=AssistantMessage(content="x" * 30_000_000))])
 
 
-def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "WRITE_S", 0.3)
-
-    async def main() -> int:
-        async with RecordingEndpoint() as endpoint:
-            with endpoint.open(Conversations(Long())) as here:
-                host, _, port = here.url.split("/")[2].partition(":")
-                reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-                body = json.dumps({**CHAT, "stream": True}).encode()
-                path = here.url.split("/", 3)[3]
-                head = f"POST /{path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {here.key}\r\n"
-                writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-                await asyncio.sleep(1.0)
-                read = 0
-                with contextlib.suppress(ConnectionError):
-                    while piece := await asyncio.wait_for(reader.read(1 << 20), 5):
-                        read += len(piece)
-                writer.close()
-                return read
-
-    assert asyncio.run(main()) < 30_000_000
+    async with RecordingEndpoint() as endpoint:
+        with endpoint.open(Conversations(Long())) as here:
+            host, _, port = here.url.split("/")[2].partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+            body = json.dumps({**CHAT, "stream": True}).encode()
+            path = here.url.split("/", 3)[3]
+            head = f"POST /{path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {here.key}\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await asyncio.sleep(1.0)
+            read = 0
+            with contextlib.suppress(ConnectionError):
+                while piece := await asyncio.wait_for(reader.read(1 << 20), 5):
+                    read += len(piece)
+            writer.close()
+    assert read < 30_000_000
 
 
 def test_what_an_agent_sends_cannot_add_tokens_that_were_not_sampled() -> None:
@@ -387,7 +375,7 @@ def test_what_an_agent_sends_cannot_add_tokens_that_were_not_sampled() -> None:
     assert mine.ignored == {"token_ids": 1}
 
 
-def test_refused_requests_leave_nothing_behind() -> None:
+async def test_refused_requests_leave_nothing_behind() -> None:
     class Full(ChatServer):
         async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
             if messages[-1]["content"] == "short":
@@ -395,20 +383,16 @@ def test_refused_requests_leave_nothing_behind() -> None:
             raise ContextExceeded("too long")
 
     full = Conversations(Full())
-
-    async def main() -> None:
-        async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
-            with endpoint.open(full) as here:
-                url = f"{here.openai_url}/chat/completions"
-                for number in range(20):
-                    long = [{"role": "system", "content": str(number)}, {"role": "user", "content": "long"}]
-                    odd = {f"{number}-{each}" + "x" * 1000: 1 for each in range(100)}
-                    body = {**CHAT, **odd, "messages": long}
-                    assert await status(session, url, bearer(here.key), body) == 400
-                short = [{"role": "system", "content": "7"}, {"role": "user", "content": "short"}]
-                assert await status(session, url, bearer(here.key), {**CHAT, "messages": short}) == 200
-
-    asyncio.run(main())
+    async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
+        with endpoint.open(full) as here:
+            url = f"{here.openai_url}/chat/completions"
+            for number in range(20):
+                long = [{"role": "system", "content": str(number)}, {"role": "user", "content": "long"}]
+                odd = {f"{number}-{each}" + "x" * 1000: 1 for each in range(100)}
+                body = {**CHAT, **odd, "messages": long}
+                assert await status(session, url, bearer(here.key), body) == 400
+            short = [{"role": "system", "content": "7"}, {"role": "user", "content": "short"}]
+            assert await status(session, url, bearer(here.key), {**CHAT, "messages": short}) == 200
     assert [line.system for line in full.recorded().every] == ["7"]
     assert len(full._lines) <= 2
     assert len(full.ignored) <= 1000

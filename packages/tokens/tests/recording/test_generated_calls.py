@@ -28,10 +28,10 @@ async def played(rollouts: int, calls: int, at_once: int) -> int:
         return sum(await asyncio.gather(*(one(seed) for seed in range(rollouts))))
 
 
-def test_every_token_of_generated_calls_is_recorded_once() -> None:
-    assert asyncio.run(played(12, 25, 4)) >= 300
+async def test_every_token_of_generated_calls_is_recorded_once() -> None:
+    assert await played(12, 25, 4) >= 300
 
 
 @pytest.mark.slow
-def test_thousands_of_generated_calls() -> None:
-    assert asyncio.run(played(CALLS // 40, 40, 16)) >= CALLS
+async def test_thousands_of_generated_calls() -> None:
+    assert await played(CALLS // 40, 40, 16) >= CALLS

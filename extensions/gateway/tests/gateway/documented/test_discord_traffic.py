@@ -6,7 +6,6 @@ comments name.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -148,9 +147,9 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_messages_to_the_bot_are_taken(name):
+async def test_messages_to_the_bot_are_taken(name):
     event, expected = TAKEN[name]
-    assert asyncio.run(taken("MESSAGE_CREATE", event)) == [expected]
+    assert await taken("MESSAGE_CREATE", event) == [expected]
 
 
 IGNORED = {
@@ -189,8 +188,8 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_other_events_are_ignored(name):
-    assert asyncio.run(taken(*IGNORED[name])) == []
+async def test_other_events_are_ignored(name):
+    assert await taken(*IGNORED[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_other_events_are_ignored(name):
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )  # fmt: skip
-def test_refusals_wait_or_are_final(status, body, headers, kind, wait_s):
+async def test_refusals_wait_or_are_final(status, body, headers, kind, wait_s):
     class Refusing(DiscordAPI):
         async def _route(self, request: web.Request) -> web.Response:
             if request.method == "POST" and request.path.endswith("/messages"):
@@ -232,11 +231,8 @@ def test_refusals_wait_or_are_final(status, body, headers, kind, wait_s):
                 return web.Response(body=data, status=status, headers=about)
             return await super()._route(request)
 
-    async def main():
-        api = Refusing()
-        async with api.serving(), started(platform := discord(api)):
-            with pytest.raises(kind) as raised:
-                await platform.send_text(ChatAddress("discord", DM), "text", key="k")
-            assert getattr(raised.value, "retry_after_s", None) == wait_s
-
-    asyncio.run(main())
+    api = Refusing()
+    async with api.serving(), started(platform := discord(api)):
+        with pytest.raises(kind) as raised:
+            await platform.send_text(ChatAddress("discord", DM), "text", key="k")
+        assert getattr(raised.value, "retry_after_s", None) == wait_s

@@ -141,9 +141,9 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_messages_to_the_bot_are_taken(name):
+async def test_messages_to_the_bot_are_taken(name):
     event, expected = TAKEN[name]
-    assert asyncio.run(taken(event)) == [expected]
+    assert await taken(event) == [expected]
 
 
 IGNORED = {
@@ -187,8 +187,8 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_other_events_are_acknowledged_and_ignored(name):
-    assert asyncio.run(taken(IGNORED[name])) == []
+async def test_other_events_are_acknowledged_and_ignored(name):
+    assert await taken(IGNORED[name]) == []
 
 
 def file_share(*files: dict[str, Any]) -> dict[str, Any]:
@@ -208,12 +208,12 @@ def file_object(number: str = "F1", **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_file_and_an_audio_clip_are_read():
+async def test_a_file_and_an_audio_clip_are_read():
     api = SlackAPI()
     api.files = {"F1": b"text", "F2": b"OggS"}
     # an audio clip is a file with the subtype slack_audio (@slack/types, FilesInfoResponse)
     clip = file_object("F2", name="audio.webm", mimetype="audio/webm", subtype="slack_audio", duration_ms=1200)
-    (message,) = asyncio.run(taken(file_share(file_object(), clip), api=api))
+    (message,) = await taken(file_share(file_object(), clip), api=api)
     assert (message.text, message.problem) == ("look", "")
     assert [(each.name, each.media_type, each.data) for each in message.attachments] == [
         ("a.txt", "text/plain", b"text"),
@@ -222,11 +222,11 @@ def test_a_file_and_an_audio_clip_are_read():
     assert [each.is_audio for each in message.attachments] == [False, True]
 
 
-def test_a_file_of_a_forwarded_message_is_read():
+async def test_a_file_of_a_forwarded_message_is_read():
     api = SlackAPI()
     api.files = {"F1": b"text"}
     shared = {**DM, "text": "", "ts": "9.2", "attachments": [{**SHARED, "files": [file_object()]}]}
-    (message,) = asyncio.run(taken(shared, api=api))
+    (message,) = await taken(shared, api=api)
     assert [(each.name, each.data) for each in message.attachments] == [("a.txt", b"text")]
 
 
@@ -264,9 +264,9 @@ def test_a_file_of_slack_connect_is_looked_up():
     ],
     ids=["deleted", "hidden", "large", "gone", "login"],
 )
-def test_a_file_that_cannot_be_read_is_a_problem_and_is_not_sent_again(file, problem):
+async def test_a_file_that_cannot_be_read_is_a_problem_and_is_not_sent_again(file, problem):
     api = SlackAPI()
-    (message,) = asyncio.run(taken(file_share(file), api=api))
+    (message,) = await taken(file_share(file), api=api)
     assert (message.attachments, message.problem) == ((), problem)
 
 
@@ -288,17 +288,14 @@ def test_a_file_that_cannot_be_read_is_a_problem_and_is_not_sent_again(file, pro
         (503, {}, "", PlatformUnavailable, None),
     ],
 )
-def test_refusals_wait_or_are_final(status, headers, error, kind, wait_s):
+async def test_refusals_wait_or_are_final(status, headers, error, kind, wait_s):
     async def post(request: web.Request) -> web.Response:
         return web.json_response({"ok": False, "error": error}, status=status, headers=headers)
 
-    async def main():
-        api, app = SlackAPI(), web.Application()
-        app.router.add_post("/api/chat.postMessage", post)
-        async with api.serving(), listening(app, "127.0.0.1", 0) as url, started(platform := slack(api.url)):
-            platform._web.base_url = f"{url}/api/"
-            with pytest.raises(kind) as raised:
-                await platform.send_text(ChatAddress("slack", "D1"), "text", key="k")
-            assert getattr(raised.value, "retry_after_s", None) == wait_s
-
-    asyncio.run(main())
+    api, app = SlackAPI(), web.Application()
+    app.router.add_post("/api/chat.postMessage", post)
+    async with api.serving(), listening(app, "127.0.0.1", 0) as url, started(platform := slack(api.url)):
+        platform._web.base_url = f"{url}/api/"
+        with pytest.raises(kind) as raised:
+            await platform.send_text(ChatAddress("slack", "D1"), "text", key="k")
+        assert getattr(raised.value, "retry_after_s", None) == wait_s

@@ -100,9 +100,9 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_texts_are_taken(name):
+async def test_texts_are_taken(name):
     message, expected = TAKEN[name]
-    assert asyncio.run(taken({"message": message})) == [expected]
+    assert await taken({"message": message}) == [expected]
 
 
 FILES = {
@@ -152,10 +152,10 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_are_read(name):
+async def test_files_are_read(name):
     content, expected = FILES[name]
     update = {"message": {**BASE, **content, "caption": "look"}}
-    (message,) = asyncio.run(taken(update, files={"f": b"data"}))
+    (message,) = await taken(update, files={"f": b"data"})
     assert (message.text, message.attachments, message.problem) == ("look", (expected,), "")
 
 
@@ -206,8 +206,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_contents_that_cannot_be_read_are_answered_with_the_reason(name):
-    (message,) = asyncio.run(taken({"message": {**BASE, **REFUSED[name]}}))
+async def test_contents_that_cannot_be_read_are_answered_with_the_reason(name):
+    (message,) = await taken({"message": {**BASE, **REFUSED[name]}})
     assert "not supported" in message.problem or "at most 20 MB" in message.problem
 
 
@@ -233,8 +233,8 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_other_updates_are_ignored(name):
-    assert asyncio.run(taken(IGNORED[name])) == []
+async def test_other_updates_are_ignored(name):
+    assert await taken(IGNORED[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -249,28 +249,22 @@ def test_other_updates_are_ignored(name):
         ({"error_code": 502, "description": "Bad Gateway"}, PlatformUnavailable, None),
     ],
 )  # fmt: skip
-def test_refusals_wait_or_are_final(answer, kind, wait_s):
-    async def main():
-        api = TelegramAPI()
-        api.refusing = {"ok": False, **answer}
-        async with api.serving(), started(platform := telegram(api.url)):
-            with pytest.raises(kind) as raised:
-                await platform.send_text(HERE, "text", key="k")
-            assert getattr(raised.value, "retry_after_s", None) == wait_s
-
-    asyncio.run(main())
+async def test_refusals_wait_or_are_final(answer, kind, wait_s):
+    api = TelegramAPI()
+    api.refusing = {"ok": False, **answer}
+    async with api.serving(), started(platform := telegram(api.url)):
+        with pytest.raises(kind) as raised:
+            await platform.send_text(HERE, "text", key="k")
+        assert getattr(raised.value, "retry_after_s", None) == wait_s
 
 
-def test_a_group_that_became_a_supergroup_gets_its_messages():
-    async def main():
-        api = TelegramAPI()
-        # #responseparameters, migrate_to_chat_id
-        description = "Bad Request: group chat was upgraded to a supergroup chat"
-        parameters = {"migrate_to_chat_id": SUPERGROUP}
-        api.refusing = {"ok": False, "error_code": 400, "description": description, "parameters": parameters}
-        async with api.serving(), started(platform := telegram(api.url)):
-            await platform.send_text(HERE, "text", key="k1")
-            await platform.send_file(HERE, Attachment("a.txt", "text/plain", b"data"), key="k2")
-        assert [each.get("text") or each["document"] for each in api.sent] == ["text", b"data"]
-
-    asyncio.run(main())
+async def test_a_group_that_became_a_supergroup_gets_its_messages():
+    api = TelegramAPI()
+    # #responseparameters, migrate_to_chat_id
+    description = "Bad Request: group chat was upgraded to a supergroup chat"
+    parameters = {"migrate_to_chat_id": SUPERGROUP}
+    api.refusing = {"ok": False, "error_code": 400, "description": description, "parameters": parameters}
+    async with api.serving(), started(platform := telegram(api.url)):
+        await platform.send_text(HERE, "text", key="k1")
+        await platform.send_file(HERE, Attachment("a.txt", "text/plain", b"data"), key="k2")
+    assert [each.get("text") or each["document"] for each in api.sent] == ["text", b"data"]

@@ -203,41 +203,35 @@ class TestEmail(AnsweredOnce):
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "nobody@example.org")
 
-    def test_an_answer_belongs_to_the_thread_of_its_question(self, tmp_path: Path) -> None:
-        async def main() -> None:
-            config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
-            async with self.server(), a_gateway(tmp_path, config, others=[self._platform()]):
-                self.subject = "A question"
-                await self.person_sends("say hello\n\nOn Monday, Bot wrote:\n> earlier\n> text")
+    async def test_an_answer_belongs_to_the_thread_of_its_question(self, tmp_path: Path) -> None:
+        config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
+        async with self.server(), a_gateway(tmp_path, config, others=[self._platform()]):
+            self.subject = "A question"
+            await self.person_sends("say hello\n\nOn Monday, Bot wrote:\n> earlier\n> text")
+            await until(lambda: len(self.outbox.mails) == 1)
+            await self.person_sends("second")
+            await until(lambda: len(self.outbox.mails) == 2)
+            first, second = self.outbox.mails
+            assert first["Subject"] == second["Subject"] == "Re: A question"
+            assert first["In-Reply-To"] == "<m1@example.org>"
+            assert second["References"].split() == ["<m1@example.org>", "<m2@example.org>"]
+            assert first.get_content().replace("\r\n", "\n").strip() == "echo 1: Subject: A question\n\nsay hello"
+            assert second.get_content().strip() == "echo 2: second"
+
+    async def test_what_is_sent_after_a_restart_has_the_subject_of_its_thread(self, tmp_path: Path) -> None:
+        config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
+        async with self.server():
+            self.subject = "A question"
+            async with a_gateway(tmp_path, config, others=[self._platform()]):
+                await self.person_sends("first")
                 await until(lambda: len(self.outbox.mails) == 1)
-                await self.person_sends("second")
+            platform = self._platform()
+            async with a_gateway(tmp_path, config, others=[platform]):
+                await platform.send_text(ChatAddress("email", ANNA, "dm", "<m1@example.org>"), "later", key="k")
                 await until(lambda: len(self.outbox.mails) == 2)
-                first, second = self.outbox.mails
-                assert first["Subject"] == second["Subject"] == "Re: A question"
-                assert first["In-Reply-To"] == "<m1@example.org>"
-                assert second["References"].split() == ["<m1@example.org>", "<m2@example.org>"]
-                assert first.get_content().replace("\r\n", "\n").strip() == "echo 1: Subject: A question\n\nsay hello"
-                assert second.get_content().strip() == "echo 2: second"
+            assert {mail["Subject"] for mail in self.outbox.mails} == {"Re: A question"}
 
-        asyncio.run(main())
-
-    def test_what_is_sent_after_a_restart_has_the_subject_of_its_thread(self, tmp_path: Path) -> None:
-        async def main() -> None:
-            config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
-            async with self.server():
-                self.subject = "A question"
-                async with a_gateway(tmp_path, config, others=[self._platform()]):
-                    await self.person_sends("first")
-                    await until(lambda: len(self.outbox.mails) == 1)
-                platform = self._platform()
-                async with a_gateway(tmp_path, config, others=[platform]):
-                    await platform.send_text(ChatAddress("email", ANNA, "dm", "<m1@example.org>"), "later", key="k")
-                    await until(lambda: len(self.outbox.mails) == 2)
-                assert {mail["Subject"] for mail in self.outbox.mails} == {"Re: A question"}
-
-        asyncio.run(main())
-
-    def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(self, tmp_path: Path) -> None:
+    async def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(self, tmp_path: Path) -> None:
         async def play() -> None:
             settings = {
                 "platforms": {"email": {"allowed_users": [ANNA]}},
@@ -256,11 +250,8 @@ class TestEmail(AnsweredOnce):
             # Lines of e-mails end with CRLF, and `SENT_AGAIN` is compared with a line feed.
             return [mail.get_content().replace("\r\n", "\n") for mail in self.outbox.mails]
 
-        async def main() -> None:
-            async with self.server():
-                await killed_again_and_again(start, self.person_sends, read)
-
-        asyncio.run(main())
+        async with self.server():
+            await killed_again_and_again(start, self.person_sends, read)
 
     @pytest.mark.parametrize(
         "headers",

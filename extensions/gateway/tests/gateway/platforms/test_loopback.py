@@ -32,14 +32,10 @@ class TestLoopback(PlatformConformance):
         self.platform.outage = True
 
 
-def test_messages_of_two_chats_are_received_apart() -> None:
-    import asyncio
+async def test_messages_of_two_chats_are_received_apart() -> None:
 
-    async def main() -> None:
-        platform = Loopback()
-        await platform.send_text(ChatAddress("loopback", "a"), "for a", key="1")
-        await platform.send_text(ChatAddress("loopback", "b"), "for b", key="2")
-        assert (await platform.receive("b")).text == "for b"
-        assert (await platform.receive("a")).text == "for a"
-
-    asyncio.run(main())
+    platform = Loopback()
+    await platform.send_text(ChatAddress("loopback", "a"), "for a", key="1")
+    await platform.send_text(ChatAddress("loopback", "b"), "for b", key="2")
+    assert (await platform.receive("b")).text == "for b"
+    assert (await platform.receive("a")).text == "for a"

@@ -89,16 +89,13 @@ class TestMatrix(PlatformConformance):
         return ChatAddress(address.platform, "!nothing:test")
 
 
-def test_an_unreachable_homeserver_is_tried_again():
-    async def main():
-        platform = Matrix("matrix", config("http://127.0.0.1:9", "token"))
-        with pytest.raises(PlatformUnavailable):
-            await platform.start(None)
-
-    asyncio.run(main())
+async def test_an_unreachable_homeserver_is_tried_again():
+    platform = Matrix("matrix", config("http://127.0.0.1:9", "token"))
+    with pytest.raises(PlatformUnavailable):
+        await platform.start(None)
 
 
-def test_after_the_token_is_withdrawn_messages_wait():
+async def test_after_the_token_is_withdrawn_messages_wait():
     known = True
 
     async def answer(request: web.Request) -> web.Response:
@@ -116,18 +113,14 @@ def test_after_the_token_is_withdrawn_messages_wait():
             )  # fmt: skip
         return web.json_response({}, status=404 if request.method == "GET" else 200)
 
-    async def main() -> None:
-        nonlocal known
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
-            platform = Matrix("matrix", config(url, "token"))
-            async with started(platform):
-                known = False
-                with pytest.raises(PlatformUnavailable, match="M_UNKNOWN_TOKEN"):
-                    await platform.send_text(ChatAddress("matrix", "!r:hs"), "later", key="k")
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+        platform = Matrix("matrix", config(url, "token"))
+        async with started(platform):
+            known = False
+            with pytest.raises(PlatformUnavailable, match="M_UNKNOWN_TOKEN"):
+                await platform.send_text(ChatAddress("matrix", "!r:hs"), "later", key="k")
 
 
 def test_the_homeserver_and_the_token_are_required():
@@ -184,7 +177,7 @@ async def taken(contents: Sequence[Any], files: dict[str, bytes] | None = None) 
     return arrived, asked
 
 
-def test_events_that_anybody_may_send_hold_up_nobody_and_read_nothing_else():
+async def test_events_that_anybody_may_send_hold_up_nobody_and_read_nothing_else():
     contents: list[Any] = [
         {"msgtype": "m.text", "body": "odd", "m.relates_to": "odd"},
         {"msgtype": "m.file", "body": "odd", "url": "mxc://hs/1", "info": "odd"},
@@ -193,7 +186,7 @@ def test_events_that_anybody_may_send_hold_up_nobody_and_read_nothing_else():
         {"msgtype": "m.file", "body": "large", "url": "mxc://hs/large", "info": {"size": 1}},
         {"msgtype": "m.text", "body": "after all of them"},
     ]
-    arrived, asked = asyncio.run(taken(contents, {"large": b"x" * (22 << 20)}))
+    arrived, asked = await taken(contents, {"large": b"x" * (22 << 20)})
     assert [message.text for message in arrived if message.text] == ["after all of them"]
     assert sum(bool(message.problem) for message in arrived) == 3
     assert not any(message.attachments for message in arrived)
@@ -212,111 +205,98 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_what_a_reply_quotes_comes_after_what_the_person_says(name):
+async def test_what_a_reply_quotes_comes_after_what_the_person_says(name):
     body, said, text = REPLIES[name]
     relation = {"m.in_reply_to": {"event_id": "$0"}}
     content = {"msgtype": "m.text", "body": body, "m.relates_to": relation}
-    ((message,), _) = asyncio.run(taken([content]))
+    ((message,), _) = await taken([content])
     assert (message.said, message.text) == (said, text)
 
 
-def test_an_encrypted_room_is_refused_clearly(homeserver):
-    async def main():
-        anna, bot = await people(homeserver)
-        platform, arrived = Matrix("matrix", config(homeserver, bot.token)), list[Incoming]()
+async def test_an_encrypted_room_is_refused_clearly(homeserver):
+    anna, bot = await people(homeserver)
+    platform, arrived = Matrix("matrix", config(homeserver, bot.token)), list[Incoming]()
 
-        async def deliver(message):
-            arrived.append(message)
+    async def deliver(message):
+        arrived.append(message)
 
-        await platform.start(deliver)
-        room = await asyncio.to_thread(anna.make_room, bot.user_id, encrypted=True)
-        await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
-        secret = {"algorithm": "m.megolm.v1.aes-sha2", "ciphertext": "x", "session_id": "s", "device_id": "d",
-                  "sender_key": "k"}  # fmt: skip
-        await asyncio.to_thread(anna.send, room, secret, "m.room.encrypted")
-        await until(lambda: bool(arrived))
-        assert arrived[0].problem == ENCRYPTED
-        await platform.send_text(arrived[0].address, ENCRYPTED, key="a")
-        with pytest.raises(PlatformRefused, match="encrypted"):
-            await platform.send_text(arrived[0].address, "a secret", key="b")
-        seen = await asyncio.to_thread(anna.messages, room, bot.user_id)
-        assert [each["body"] for each in seen] == [ENCRYPTED]
-        await platform.stop()
-
-    asyncio.run(main())
+    await platform.start(deliver)
+    room = await asyncio.to_thread(anna.make_room, bot.user_id, encrypted=True)
+    await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+    secret = {"algorithm": "m.megolm.v1.aes-sha2", "ciphertext": "x", "session_id": "s", "device_id": "d",
+              "sender_key": "k"}  # fmt: skip
+    await asyncio.to_thread(anna.send, room, secret, "m.room.encrypted")
+    await until(lambda: bool(arrived))
+    assert arrived[0].problem == ENCRYPTED
+    await platform.send_text(arrived[0].address, ENCRYPTED, key="a")
+    with pytest.raises(PlatformRefused, match="encrypted"):
+        await platform.send_text(arrived[0].address, "a secret", key="b")
+    seen = await asyncio.to_thread(anna.messages, room, bot.user_id)
+    assert [each["body"] for each in seen] == [ENCRYPTED]
+    await platform.stop()
 
 
 @pytest.mark.slots
-def test_a_conversation_with_a_tool_call_an_image_and_a_long_reply(homeserver, tmp_path):
-    async def main():
-        anna, bot = await people(homeserver)
-        platform = Matrix("matrix", config(homeserver, bot.token))
-        settings = {"platforms": {"matrix": {"allowed_users": [anna.user_id]}}}
+async def test_a_conversation_with_a_tool_call_an_image_and_a_long_reply(homeserver, tmp_path):
+    anna, bot = await people(homeserver)
+    platform = Matrix("matrix", config(homeserver, bot.token))
+    settings = {"platforms": {"matrix": {"allowed_users": [anna.user_id]}}}
 
-        async def answers(count: int) -> list[Any]:
-            return await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, count)
+    async def answers(count: int) -> list[Any]:
+        return await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, count)
 
-        async with a_gateway(tmp_path, settings, others=[platform]):
-            room = await asyncio.to_thread(anna.make_room, bot.user_id)
-            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
-            await asyncio.to_thread(anna.say, room, "run echo $((6 * 7))")
-            assert "42" in (await answers(1))[-1]["body"]
-            uri = await asyncio.to_thread(anna.upload, "dot.png", PNG)
-            info = {"mimetype": "image/png", "size": len(PNG)}
-            image = {"msgtype": "m.image", "body": "dot.png", "url": uri, "info": info}
-            await asyncio.to_thread(anna.send, room, image)
-            assert "uploads/dot.png" in (await answers(2))[-1]["body"]
-            await asyncio.to_thread(anna.say, room, "say here\nMEDIA:uploads/dot.png")
-            files = await answers(4)
-            assert files[-1]["msgtype"] == "m.image"
-            assert await asyncio.to_thread(anna.download, files[-1]["url"]) == PNG
-            await asyncio.to_thread(anna.say, room, "run printf '語%.0s' $(seq 15000)")
-            pieces = (await answers(7))[4:]
-            assert sum(each["body"].count("語") for each in pieces) == 15_000
-
-    asyncio.run(main())
+    async with a_gateway(tmp_path, settings, others=[platform]):
+        room = await asyncio.to_thread(anna.make_room, bot.user_id)
+        await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+        await asyncio.to_thread(anna.say, room, "run echo $((6 * 7))")
+        assert "42" in (await answers(1))[-1]["body"]
+        uri = await asyncio.to_thread(anna.upload, "dot.png", PNG)
+        info = {"mimetype": "image/png", "size": len(PNG)}
+        image = {"msgtype": "m.image", "body": "dot.png", "url": uri, "info": info}
+        await asyncio.to_thread(anna.send, room, image)
+        assert "uploads/dot.png" in (await answers(2))[-1]["body"]
+        await asyncio.to_thread(anna.say, room, "say here\nMEDIA:uploads/dot.png")
+        files = await answers(4)
+        assert files[-1]["msgtype"] == "m.image"
+        assert await asyncio.to_thread(anna.download, files[-1]["url"]) == PNG
+        await asyncio.to_thread(anna.say, room, "run printf '語%.0s' $(seq 15000)")
+        pieces = (await answers(7))[4:]
+        assert sum(each["body"].count("語") for each in pieces) == 15_000
 
 
-def test_messages_that_come_again_because_the_position_was_not_written_are_answered_once(homeserver, tmp_path):
+async def test_messages_that_come_again_because_the_position_was_not_written_are_answered_once(homeserver, tmp_path):
     """A homeserver gives events in one order, and again to those who ask from an earlier position."""
-
-    async def main():
-        anna, bot = await people(homeserver)
-        settings = {"platforms": {"matrix": {"allowed_users": ["*"]}}}
-        place = f"/user/{bot.user_id}/account_data/{SYNCED}"
-        async with a_gateway(tmp_path, settings, others=[Matrix("matrix", config(homeserver, bot.token))]):
-            room = await asyncio.to_thread(anna.make_room, bot.user_id)
-            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
-            await asyncio.to_thread(anna.say, room, "one")
-            await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 1)
-            before = await asyncio.to_thread(bot.call, "GET", place)
-            for text in ("two", "three"):
-                await asyncio.to_thread(anna.say, room, text)
-            await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 3)
-        assert await asyncio.to_thread(bot.call, "GET", place) != before
-        await asyncio.to_thread(bot.call, "PUT", place, before)
-        async with a_gateway(tmp_path, settings, others=[Matrix("matrix", config(homeserver, bot.token))]):
-            await asyncio.to_thread(anna.say, room, "four")
-            found = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 4)
-            assert [each["body"] for each in found] == ["echo 1: one", "echo 2: two", "echo 3: three", "echo 4: four"]
-
-    asyncio.run(main())
+    anna, bot = await people(homeserver)
+    settings = {"platforms": {"matrix": {"allowed_users": ["*"]}}}
+    place = f"/user/{bot.user_id}/account_data/{SYNCED}"
+    async with a_gateway(tmp_path, settings, others=[Matrix("matrix", config(homeserver, bot.token))]):
+        room = await asyncio.to_thread(anna.make_room, bot.user_id)
+        await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+        await asyncio.to_thread(anna.say, room, "one")
+        await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 1)
+        before = await asyncio.to_thread(bot.call, "GET", place)
+        for text in ("two", "three"):
+            await asyncio.to_thread(anna.say, room, text)
+        await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 3)
+    assert await asyncio.to_thread(bot.call, "GET", place) != before
+    await asyncio.to_thread(bot.call, "PUT", place, before)
+    async with a_gateway(tmp_path, settings, others=[Matrix("matrix", config(homeserver, bot.token))]):
+        await asyncio.to_thread(anna.say, room, "four")
+        found = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 4)
+        assert [each["body"] for each in found] == ["echo 1: one", "echo 2: two", "echo 3: three", "echo 4: four"]
 
 
-def test_a_thread_is_a_session_of_its_own_and_is_answered_there(homeserver, tmp_path):
-    async def main():
-        anna, bot = await people(homeserver)
-        platform = Matrix("matrix", config(homeserver, bot.token))
-        async with a_gateway(tmp_path, {"platforms": {"matrix": {"allowed_users": ["*"]}}}, others=[platform]) as scene:
-            room = await asyncio.to_thread(anna.make_room, bot.user_id)
-            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
-            root = await asyncio.to_thread(anna.say, room, "one")
-            relation = {"rel_type": "m.thread", "event_id": root}
-            await asyncio.to_thread(anna.say, room, "two", **{"m.relates_to": relation})
-            await until(lambda: len(scene.model.requests) == 2)
-            found = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 2)
-            by_text = {each["body"]: each for each in found}
-            assert set(by_text) == {"echo 1: one", "echo 1: two"}
-            assert by_text["echo 1: two"]["m.relates_to"] == relation
-
-    asyncio.run(main())
+async def test_a_thread_is_a_session_of_its_own_and_is_answered_there(homeserver, tmp_path):
+    anna, bot = await people(homeserver)
+    platform = Matrix("matrix", config(homeserver, bot.token))
+    async with a_gateway(tmp_path, {"platforms": {"matrix": {"allowed_users": ["*"]}}}, others=[platform]) as scene:
+        room = await asyncio.to_thread(anna.make_room, bot.user_id)
+        await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+        root = await asyncio.to_thread(anna.say, room, "one")
+        relation = {"rel_type": "m.thread", "event_id": root}
+        await asyncio.to_thread(anna.say, room, "two", **{"m.relates_to": relation})
+        await until(lambda: len(scene.model.requests) == 2)
+        found = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 2)
+        by_text = {each["body"]: each for each in found}
+        assert set(by_text) == {"echo 1: one", "echo 1: two"}
+        assert by_text["echo 1: two"]["m.relates_to"] == relation

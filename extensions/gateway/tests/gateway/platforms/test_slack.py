@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -64,43 +63,35 @@ class TestSlack(AnsweredOnce):
         return ChatAddress(address.platform, "D9")
 
 
-def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_for_it():
-    async def main():
-        api = SlackAPI()
-        async with api.serving(), started(slack(api.url)) as arrived:
-            await api.write(text="not for the bot", channel="C1", channel_type="channel")
-            await api.write(text="of a bot", bot_id="B2")
-            await api.write(text="edited", subtype="message_changed")
-            await api.write(
-                type="app_mention", text="<@UBOT> a &lt;b&gt;", channel="C1", channel_type="channel", ts="5.5"
-            )
-            await until(lambda: bool(arrived))
-            (message,) = arrived
-            assert message.text == "a <b>"
-            assert message.address == ChatAddress("slack", "C1", "group", "5.5")
-
-    asyncio.run(main())
+async def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_for_it():
+    api = SlackAPI()
+    async with api.serving(), started(slack(api.url)) as arrived:
+        await api.write(text="not for the bot", channel="C1", channel_type="channel")
+        await api.write(text="of a bot", bot_id="B2")
+        await api.write(text="edited", subtype="message_changed")
+        await api.write(type="app_mention", text="<@UBOT> a &lt;b&gt;", channel="C1", channel_type="channel", ts="5.5")
+        await until(lambda: bool(arrived))
+        (message,) = arrived
+        assert message.text == "a <b>"
+        assert message.address == ChatAddress("slack", "C1", "group", "5.5")
 
 
-def test_a_file_from_elsewhere_does_not_get_the_token():
-    async def main():
-        api, asked = SlackAPI(), list[str | None]()
+async def test_a_file_from_elsewhere_does_not_get_the_token():
+    api, asked = SlackAPI(), list[str | None]()
 
-        async def elsewhere(request):
-            asked.append(request.headers.get("Authorization"))
-            return web.Response(body=b"data")
+    async def elsewhere(request):
+        asked.append(request.headers.get("Authorization"))
+        return web.Response(body=b"data")
 
-        app = web.Application()
-        app.router.add_get("/file", elsewhere)
-        async with api.serving(), listening(app, "127.0.0.1", 0) as url, started(slack(api.url)) as arrived:
-            shared = {"name": "a.txt", "size": 4, "is_external": True, "url_private": f"{url}/file"}
-            await api.write(text="look", subtype="file_share", files=[shared])
-            await until(lambda: bool(arrived))
-            assert not asked
-            assert not arrived[0].attachments
-            assert "a.txt" in arrived[0].problem
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_get("/file", elsewhere)
+    async with api.serving(), listening(app, "127.0.0.1", 0) as url, started(slack(api.url)) as arrived:
+        shared = {"name": "a.txt", "size": 4, "is_external": True, "url_private": f"{url}/file"}
+        await api.write(text="look", subtype="file_share", files=[shared])
+        await until(lambda: bool(arrived))
+        assert not asked
+        assert not arrived[0].attachments
+        assert "a.txt" in arrived[0].problem
 
 
 def test_both_tokens_are_required():

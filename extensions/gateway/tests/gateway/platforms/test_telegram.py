@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -62,18 +61,15 @@ class TestTelegram(AnsweredOnce):
         return ChatAddress(address.platform, "999")
 
 
-def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
-    async def main():
-        api = TelegramAPI()
-        async with api.serving(), started(telegram(api.url)) as arrived:
-            api.write(document={"file_id": "gone", "file_unique_id": "gone", "file_name": "a.txt"})
-            api.write(text="after it")
-            await until(lambda: len(arrived) > 1)
-        assert "a.txt" in arrived[0].problem
-        assert not arrived[0].attachments
-        assert arrived[1].text == "after it"
-
-    asyncio.run(main())
+async def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
+    api = TelegramAPI()
+    async with api.serving(), started(telegram(api.url)) as arrived:
+        api.write(document={"file_id": "gone", "file_unique_id": "gone", "file_name": "a.txt"})
+        api.write(text="after it")
+        await until(lambda: len(arrived) > 1)
+    assert "a.txt" in arrived[0].problem
+    assert not arrived[0].attachments
+    assert arrived[1].text == "after it"
 
 
 @pytest.mark.parametrize(
@@ -86,63 +82,48 @@ def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
         ({"date": "yesterday", "text": "no time"}, None),
     ],
 )
-def test_a_message_of_an_unknown_form_blocks_no_other(unknown: dict[str, JSON], text: str | None):
-    async def main():
-        api = TelegramAPI()
-        async with api.serving(), started(telegram(api.url)) as arrived:
-            api.write(**unknown)
-            api.write(text="after it")
-            await until(lambda: any(each.text == "after it" for each in arrived))
-        assert [each.text for each in arrived] == ([] if text is None else [text]) + ["after it"]
-
-    asyncio.run(main())
+async def test_a_message_of_an_unknown_form_blocks_no_other(unknown: dict[str, JSON], text: str | None):
+    api = TelegramAPI()
+    async with api.serving(), started(telegram(api.url)) as arrived:
+        api.write(**unknown)
+        api.write(text="after it")
+        await until(lambda: any(each.text == "after it" for each in arrived))
+    assert [each.text for each in arrived] == ([] if text is None else [text]) + ["after it"]
 
 
-def test_a_command_for_another_bot_is_not_for_this_one():
-    async def main():
-        api = TelegramAPI()
-        async with api.serving(), started(telegram(api.url)) as arrived:
-            for text in ("/new@other_bot", "/undo@a_bot2 please", "/new@a_bot", "/stop@A_Bot", "mail me@other_bot"):
-                api.write(text=text)
-            await until(lambda: len(arrived) > 2)
-        assert [each.text for each in arrived] == ["/new@a_bot", "/stop@A_Bot", "mail me@other_bot"]
-
-    asyncio.run(main())
+async def test_a_command_for_another_bot_is_not_for_this_one():
+    api = TelegramAPI()
+    async with api.serving(), started(telegram(api.url)) as arrived:
+        for text in ("/new@other_bot", "/undo@a_bot2 please", "/new@a_bot", "/stop@A_Bot", "mail me@other_bot"):
+            api.write(text=text)
+        await until(lambda: len(arrived) > 2)
+    assert [each.text for each in arrived] == ["/new@a_bot", "/stop@A_Bot", "mail me@other_bot"]
 
 
-def test_a_reply_comes_with_what_it_quotes():
-    async def main():
-        api = TelegramAPI()
-        chat = {"id": CHAT, "type": "private"}
-        earlier = {"message_id": 3, "date": 1, "chat": chat, "text": "The build failed in step 3"}
-        async with api.serving(), started(telegram(api.url)) as arrived:
-            api.write(text="why?", reply_to_message=earlier)
-            api.write(text="why?", reply_to_message=earlier, quote={"text": "step 3", "position": 20})
-            await until(lambda: len(arrived) == 2)
-        assert [each.text for each in arrived] == ["why?\n\n> The build failed in step 3", "why?\n\n> step 3"]
-
-    asyncio.run(main())
+async def test_a_reply_comes_with_what_it_quotes():
+    api = TelegramAPI()
+    chat = {"id": CHAT, "type": "private"}
+    earlier = {"message_id": 3, "date": 1, "chat": chat, "text": "The build failed in step 3"}
+    async with api.serving(), started(telegram(api.url)) as arrived:
+        api.write(text="why?", reply_to_message=earlier)
+        api.write(text="why?", reply_to_message=earlier, quote={"text": "step 3", "position": 20})
+        await until(lambda: len(arrived) == 2)
+    assert [each.text for each in arrived] == ["why?\n\n> The build failed in step 3", "why?\n\n> step 3"]
 
 
-def test_a_photo_and_a_long_reply_go_through_the_gateway(tmp_path):
-    async def main():
-        api = TelegramAPI()
-        config = {"platforms": {"telegram": {"allowed_users": [str(CHAT)]}}}
-        async with api.serving(), a_gateway(tmp_path, config, others=[telegram(api.url)]):
-            api.write(text="say " + "😀" * 3000)
-            await until(lambda: len(api.sent) == 2)
-            assert "".join(each["text"] for each in api.sent) == "😀" * 3000
-            api.write(sticker={"file_id": "s", "file_unique_id": "s", "type": "regular", "width": 1, "height": 1,
-                               "is_animated": False, "is_video": False})  # fmt: skip
-            await until(lambda: len(api.sent) == 3)
-            assert "not supported" in api.sent[-1]["text"]
-
-    asyncio.run(main())
+async def test_a_photo_and_a_long_reply_go_through_the_gateway(tmp_path):
+    api = TelegramAPI()
+    config = {"platforms": {"telegram": {"allowed_users": [str(CHAT)]}}}
+    async with api.serving(), a_gateway(tmp_path, config, others=[telegram(api.url)]):
+        api.write(text="say " + "😀" * 3000)
+        await until(lambda: len(api.sent) == 2)
+        assert "".join(each["text"] for each in api.sent) == "😀" * 3000
+        api.write(sticker={"file_id": "s", "file_unique_id": "s", "type": "regular", "width": 1, "height": 1,
+                           "is_animated": False, "is_video": False})  # fmt: skip
+        await until(lambda: len(api.sent) == 3)
+        assert "not supported" in api.sent[-1]["text"]
 
 
-def test_a_token_of_another_shape_is_refused():
-    async def main():
-        with pytest.raises(ConfigError, match=r"platforms\.telegram\.token"):
-            await telegram("http://127.0.0.1:9", "no token").start(None)
-
-    asyncio.run(main())
+async def test_a_token_of_another_shape_is_refused():
+    with pytest.raises(ConfigError, match=r"platforms\.telegram\.token"):
+        await telegram("http://127.0.0.1:9", "no token").start(None)

@@ -1,4 +1,3 @@
-import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -96,32 +95,24 @@ class TestWebhook(PlatformConformance):
 
 
 @pytest.mark.parametrize("outcome", ["natural", "length", "api_error"])
-def test_an_answer_says_how_its_turn_ended(outcome: str):
-    async def main():
-        program = Program()
-        async with program.serving(), started(platform := Webhook("webhook", config(program.url))):
-            await platform.send_text(
-                ChatAddress("webhook", "c"), "a", key="k", answers=Answers("1", True, outcome=outcome)
-            )
-            await platform.send_text(ChatAddress("webhook", "c"), "a notice", key="n")
-        assert [each["outcome"] for each in program.got.values()] == [outcome, "natural"]
-
-    asyncio.run(main())
+async def test_an_answer_says_how_its_turn_ended(outcome: str):
+    program = Program()
+    async with program.serving(), started(platform := Webhook("webhook", config(program.url))):
+        await platform.send_text(ChatAddress("webhook", "c"), "a", key="k", answers=Answers("1", True, outcome=outcome))
+        await platform.send_text(ChatAddress("webhook", "c"), "a notice", key="n")
+    assert [each["outcome"] for each in program.got.values()] == [outcome, "natural"]
 
 
-def test_a_busy_program_says_when_to_try_again():
-    async def main():
-        program = Program()
-        async with program.serving():
-            platform = Webhook("webhook", config(program.url))
-            await platform.start(None)
-            program.status = 429
-            with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(ChatAddress("webhook", "c"), "x", key="k")
-            assert caught.value.retry_after_s == 7
-            await platform.stop()
-
-    asyncio.run(main())
+async def test_a_busy_program_says_when_to_try_again():
+    program = Program()
+    async with program.serving():
+        platform = Webhook("webhook", config(program.url))
+        await platform.start(None)
+        program.status = 429
+        with pytest.raises(PlatformUnavailable) as caught:
+            await platform.send_text(ChatAddress("webhook", "c"), "x", key="k")
+        assert caught.value.retry_after_s == 7
+        await platform.stop()
 
 
 IDS = b'"message_id": "1", "chat_id": "c", "user_id": "a"'
@@ -139,20 +130,17 @@ IDS = b'"message_id": "1", "chat_id": "c", "user_id": "a"'
         ("secret", b"\xff\xfe", 400),
     ],
 )  # fmt: skip
-def test_a_request_that_is_no_message_is_refused(token, body, status):
-    async def main():
-        async def deliver(message):
-            raise AssertionError
+async def test_a_request_that_is_no_message_is_refused(token, body, status):
+    async def deliver(message):
+        raise AssertionError
 
-        platform = Webhook("webhook", config("http://127.0.0.1:9/x"))
-        await platform.start(deliver)
-        async with aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {token}"}
-            async with client.post(f"{platform.url}/messages", data=body, headers=headers) as reply:
-                assert reply.status == status
-        await platform.stop()
-
-    asyncio.run(main())
+    platform = Webhook("webhook", config("http://127.0.0.1:9/x"))
+    await platform.start(deliver)
+    async with aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with client.post(f"{platform.url}/messages", data=body, headers=headers) as reply:
+            assert reply.status == status
+    await platform.stop()
 
 
 def test_the_address_for_answers_is_required():

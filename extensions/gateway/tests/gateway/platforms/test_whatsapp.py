@@ -70,37 +70,31 @@ class TestWhatsApp(AnsweredOnce):
         return ChatAddress(address.platform, "10000000000")
 
 
-def test_meta_can_check_the_webhook_and_nobody_else_can_send_to_it():
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(platform := whatsapp(api)) as arrived, aiohttp.ClientSession() as client:
-            query = {"hub.mode": "subscribe", "hub.challenge": "1158201444", "hub.verify_token": VERIFY}
-            async with client.get(f"{platform.url}/webhook", params=query) as reply:
-                assert (reply.status, await reply.text()) == (200, "1158201444")
-            async with client.get(f"{platform.url}/webhook", params={**query, "hub.verify_token": "x"}) as reply:
+async def test_meta_can_check_the_webhook_and_nobody_else_can_send_to_it():
+    api = WhatsAppAPI()
+    async with api.serving(), started(platform := whatsapp(api)) as arrived, aiohttp.ClientSession() as client:
+        query = {"hub.mode": "subscribe", "hub.challenge": "1158201444", "hub.verify_token": VERIFY}
+        async with client.get(f"{platform.url}/webhook", params=query) as reply:
+            assert (reply.status, await reply.text()) == (200, "1158201444")
+        async with client.get(f"{platform.url}/webhook", params={**query, "hub.verify_token": "x"}) as reply:
+            assert reply.status == 403
+        for headers in ({}, {"X-Hub-Signature-256": "sha256=" + 64 * "0"}):
+            async with client.post(f"{platform.url}/webhook", data=b"{}", headers=headers) as reply:
                 assert reply.status == 403
-            for headers in ({}, {"X-Hub-Signature-256": "sha256=" + 64 * "0"}):
-                async with client.post(f"{platform.url}/webhook", data=b"{}", headers=headers) as reply:
-                    assert reply.status == 403
-            assert not arrived
-
-    asyncio.run(main())
+        assert not arrived
 
 
-def test_statuses_reactions_and_other_numbers_are_no_messages_and_unknown_kinds_get_a_notice():
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(whatsapp(api)) as arrived:
-            api.notify(statuses=[{"id": "wamid.x", "status": "read", "recipient_id": ANNA}])
-            api.write(type="reaction", reaction={"message_id": "wamid.x", "emoji": "👍"})
-            message = {"from": ANNA, "id": "wamid.y", "type": "text", "text": {"body": "not for this number"}}
-            api.notify("1", messages=[message])
-            api.write(type="location", location={"latitude": 1, "longitude": 2})
-            await until(lambda: bool(arrived))
-            assert "not supported" in arrived[0].problem
-            assert (arrived[0].user_id, arrived[0].user_name) == (ANNA, "Anna")
-
-    asyncio.run(main())
+async def test_statuses_reactions_and_other_numbers_are_no_messages_and_unknown_kinds_get_a_notice():
+    api = WhatsAppAPI()
+    async with api.serving(), started(whatsapp(api)) as arrived:
+        api.notify(statuses=[{"id": "wamid.x", "status": "read", "recipient_id": ANNA}])
+        api.write(type="reaction", reaction={"message_id": "wamid.x", "emoji": "👍"})
+        message = {"from": ANNA, "id": "wamid.y", "type": "text", "text": {"body": "not for this number"}}
+        api.notify("1", messages=[message])
+        api.write(type="location", location={"latitude": 1, "longitude": 2})
+        await until(lambda: bool(arrived))
+        assert "not supported" in arrived[0].problem
+        assert (arrived[0].user_id, arrived[0].user_name) == (ANNA, "Anna")
 
 
 @pytest.mark.parametrize(
@@ -128,52 +122,43 @@ def test_statuses_reactions_and_other_numbers_are_no_messages_and_unknown_kinds_
         ({"type": "interactive", "interactive": {"type": "nfm_reply", "nfm_reply": {"name": "flow"}}}, ""),
     ],
 )
-def test_what_a_person_chose_is_what_the_person_says(sent: dict[str, Any], text: str):
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(whatsapp(api)) as arrived:
-            api.write(**sent)
-            await until(lambda: bool(arrived))
-        assert (arrived[0].text, bool(arrived[0].problem)) == (text, not text)
-
-    asyncio.run(main())
+async def test_what_a_person_chose_is_what_the_person_says(sent: dict[str, Any], text: str):
+    api = WhatsAppAPI()
+    async with api.serving(), started(whatsapp(api)) as arrived:
+        api.write(**sent)
+        await until(lambda: bool(arrived))
+    assert (arrived[0].text, bool(arrived[0].problem)) == (text, not text)
 
 
-def test_a_text_after_24_hours_is_refused_and_a_pair_limit_is_not():
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(platform := whatsapp(api)):
-            kinds = []
-            for failing in ((400, 131047, {}), (400, 131056, {})):
-                api.failing = failing
-                try:
-                    await platform.send_text(ChatAddress("whatsapp", ANNA), "late", key="k")
-                except Exception as error:
-                    kinds.append(type(error).__name__)
-            assert kinds == ["PlatformRefused", "PlatformUnavailable"]
-
-    asyncio.run(main())
+async def test_a_text_after_24_hours_is_refused_and_a_pair_limit_is_not():
+    api = WhatsAppAPI()
+    async with api.serving(), started(platform := whatsapp(api)):
+        kinds = []
+        for failing in ((400, 131047, {}), (400, 131056, {})):
+            api.failing = failing
+            try:
+                await platform.send_text(ChatAddress("whatsapp", ANNA), "late", key="k")
+            except Exception as error:
+                kinds.append(type(error).__name__)
+        assert kinds == ["PlatformRefused", "PlatformUnavailable"]
 
 
-def test_messages_that_come_twice_or_while_killed_are_answered_once(tmp_path):
-    async def main():
-        api = WhatsAppAPI()
-        settings = {"platforms": {"whatsapp": {"allowed_users": [ANNA]}}}
-        async with api.serving():
-            async with a_gateway(tmp_path, settings, others=[whatsapp(api)]):
-                first = api.write(type="text", text={"body": "one"})
-                second = api.write(type="text", text={"body": "two"})
-                api.notify(messages=[second, first])
-                await until(lambda: len(api.sent) == 2)
-            api.write(type="text", text={"body": "three"})
-            async with a_gateway(tmp_path, settings, others=[whatsapp(api)]):
-                api.notify(messages=[first])
-                api.write(type="text", text={"body": "four"})
-                await until(lambda: len(api.sent) >= 4)
-            texts = [each["text"]["body"] for each in api.sent]
-            assert texts == ["echo 1: one", "echo 2: two", "echo 3: three", "echo 4: four"], json.dumps(api.sent)
-
-    asyncio.run(main())
+async def test_messages_that_come_twice_or_while_killed_are_answered_once(tmp_path):
+    api = WhatsAppAPI()
+    settings = {"platforms": {"whatsapp": {"allowed_users": [ANNA]}}}
+    async with api.serving():
+        async with a_gateway(tmp_path, settings, others=[whatsapp(api)]):
+            first = api.write(type="text", text={"body": "one"})
+            second = api.write(type="text", text={"body": "two"})
+            api.notify(messages=[second, first])
+            await until(lambda: len(api.sent) == 2)
+        api.write(type="text", text={"body": "three"})
+        async with a_gateway(tmp_path, settings, others=[whatsapp(api)]):
+            api.notify(messages=[first])
+            api.write(type="text", text={"body": "four"})
+            await until(lambda: len(api.sent) >= 4)
+        texts = [each["text"]["body"] for each in api.sent]
+        assert texts == ["echo 1: one", "echo 2: two", "echo 3: three", "echo 4: four"], json.dumps(api.sent)
 
 
 def test_the_secrets_are_required():
@@ -181,7 +166,7 @@ def test_the_secrets_are_required():
         WhatsApp("whatsapp", PlatformConfig(token="t", api_key="s", extra={"phone_number_id": "1"}))
 
 
-def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
+async def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
     monkeypatch.setattr(http_server, "BODY_S", 0.2)
 
     async def ignore(message: Incoming) -> None: ...
@@ -206,7 +191,7 @@ def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
                 writer.close()
             await platform.stop()
 
-    asyncio.run(run())
+    await run()
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -220,39 +205,28 @@ def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
         ({}, {"from": ANNA}, ""),
     ],
 )
-def test_a_message_arrives_without_a_name_or_a_number(contact: dict[str, Any], sender: dict[str, str], name: str):
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(whatsapp(api)) as arrived:
-            api.notify(contacts=[contact], statuses=[{"id": "wamid.x", "status": "read", "recipient_id": ANNA}])
-            message = {**api.message(type="text", text={"body": "hello"}), "from": "", **sender}
-            api.notify(contacts=[contact], messages=[message])
-            await until(lambda: bool(arrived))
-        assert (arrived[0].text, arrived[0].user_id, arrived[0].user_name) == ("hello", *sender.values(), name)
-
-    asyncio.run(main())
+async def test_a_message_arrives_without_a_name_or_a_number(contact: dict[str, Any], sender: dict[str, str], name: str):
+    api = WhatsAppAPI()
+    async with api.serving(), started(whatsapp(api)) as arrived:
+        api.notify(contacts=[contact], statuses=[{"id": "wamid.x", "status": "read", "recipient_id": ANNA}])
+        message = {**api.message(type="text", text={"body": "hello"}), "from": "", **sender}
+        api.notify(contacts=[contact], messages=[message])
+        await until(lambda: bool(arrived))
+    assert (arrived[0].text, arrived[0].user_id, arrived[0].user_name) == ("hello", *sender.values(), name)
 
 
-def test_a_message_of_another_shape_does_not_cost_the_others():
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(whatsapp(api)) as arrived:
-            shapes = [{"type": "text"}, {"type": "image", "image": None}, {"type": "button", "button": "b"}]
-            api.notify(
-                messages=[*(api.message(**each) for each in shapes), api.message(type="text", text={"body": "hi"})]
-            )
-            await until(lambda: len(arrived) == 4)
-        assert [(message.text, bool(message.problem)) for message in arrived] == [*3 * [("", True)], ("hi", False)]
-
-    asyncio.run(main())
+async def test_a_message_of_another_shape_does_not_cost_the_others():
+    api = WhatsAppAPI()
+    async with api.serving(), started(whatsapp(api)) as arrived:
+        shapes = [{"type": "text"}, {"type": "image", "image": None}, {"type": "button", "button": "b"}]
+        api.notify(messages=[*(api.message(**each) for each in shapes), api.message(type="text", text={"body": "hi"})])
+        await until(lambda: len(arrived) == 4)
+    assert [(message.text, bool(message.problem)) for message in arrived] == [*3 * [("", True)], ("hi", False)]
 
 
-def test_a_person_who_hides_the_number_gets_the_answer():
-    async def main():
-        api = WhatsAppAPI()
-        async with api.serving(), started(platform := whatsapp(api)):
-            await platform.send_text(ChatAddress("whatsapp", "US.1349"), "hello", key="k")
-        [sent] = api.sent
-        assert (sent["recipient"], "to" in sent) == ("US.1349", False)
-
-    asyncio.run(main())
+async def test_a_person_who_hides_the_number_gets_the_answer():
+    api = WhatsAppAPI()
+    async with api.serving(), started(platform := whatsapp(api)):
+        await platform.send_text(ChatAddress("whatsapp", "US.1349"), "hello", key="k")
+    [sent] = api.sent
+    assert (sent["recipient"], "to" in sent) == ("US.1349", False)

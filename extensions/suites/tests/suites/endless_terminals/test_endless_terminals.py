@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,10 +15,9 @@ from palaestra.cli.main import main
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.policy_runs import policy_runs
 from palaestra.rollouts.grading.reward import decide
-from palaestra.rollouts.records import Trajectory
 from palaestra_audit.cheats.proof import BANK, check_environment
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
-from palaestra_slots.core.types import Network, Task
+from palaestra_slots.core.types import Network
 from palaestra_slots.images.dockerfile import ImageRecipe
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Mount, SlotSpec
@@ -290,22 +288,18 @@ WORK = {
 
 
 @pytest.mark.slots
-def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+async def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     for name, (script, _) in WORK.items():
         place = folder_task(tmp_path / "tasks" / name, test_final_state__py=STARTED)
         (place / "solution").mkdir()
         (place / "solution/solve.sh").write_text(f"cd ~; {script}\n")
     config = EndlessTerminalsEnvConfig(local_tasks_dir=str(tmp_path / "tasks"), cache_dir=str(tmp_path / "cache"))
-
-    async def rollouts() -> dict[str, Trajectory]:
-        async with make_pool(config) as pool:
-            environment = EndlessEnvironment(config, installed_pytest)
-            await environment.open()
-            async with policy_runs(environment, pool) as runs:
-                played = [await runs.play(OraclePolicy(), task) async for task in environment.tasks()]
-        return {group.task_id: group.trajectories[0] for group in played}
-
-    found = asyncio.run(rollouts())
+    async with make_pool(config) as pool:
+        environment = EndlessEnvironment(config, installed_pytest)
+        await environment.open()
+        async with policy_runs(environment, pool) as runs:
+            played = [await runs.play(OraclePolicy(), task) async for task in environment.tasks()]
+    found = {group.task_id: group.trajectories[0] for group in played}
     assert {name: each.reward for name, each in found.items()} == {name: reward for name, (_, reward) in WORK.items()}
     causes = {name: [label.name for label in each.labels] for name, each in found.items() if each.reward == 0.0}
     assert causes == {
@@ -400,7 +394,7 @@ def test_a_folder_with_a_dockerfile_is_built_and_played(installed_pytest: Depend
 
 
 @pytest.mark.parametrize(("build", "prepare"), [(True, Network.ON), (False, Network.OFF)])
-def test_only_building_over_an_image_reaches_the_network(
+async def test_only_building_over_an_image_reaches_the_network(
     installed_pytest: DependencyCache, tmp_path: Path, build: bool, prepare: Network
 ) -> None:
     folder = tmp_path / "tasks" / "built"
@@ -412,12 +406,8 @@ def test_only_building_over_an_image_reaches_the_network(
     config = EndlessTerminalsEnvConfig(
         dataset_name=str(tmp_path / "tasks"), image="host", build_network=build, cache_dir=str(tmp_path / "cache")
     )
-
-    async def main() -> Task:
-        environment = EndlessEnvironment(config, installed_pytest)
-        await environment.sort_out()
-        assert environment.items, environment.left_out
-        return await environment.resolve(environment.task(environment.items[0]))
-
-    network = asyncio.run(main()).network
+    environment = EndlessEnvironment(config, installed_pytest)
+    await environment.sort_out()
+    assert environment.items, environment.left_out
+    network = (await environment.resolve(environment.task(environment.items[0]))).network
     assert (network.prepare, network.agent) == (prepare, Network.OFF)

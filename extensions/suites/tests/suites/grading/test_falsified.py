@@ -94,13 +94,13 @@ def test_tests_are_taken_out_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("source", ["def test(:", "\0", "x = " + "(" * 5000])
-def test_a_file_that_cannot_be_read_has_no_falsified_tests(source: str) -> None:
+async def test_a_file_that_cannot_be_read_has_no_falsified_tests(source: str) -> None:
     assert parse(source) is None
 
     async def work(texts: Mapping[str, str]) -> TestRun:
         raise AssertionError("there is nothing to run")
 
-    assert asyncio.run(control({PATH: source}, EARNING, work)) == Controlled((), EARNING)
+    assert await control({PATH: source}, EARNING, work) == Controlled((), EARNING)
 
 
 def token_in(text: str) -> str:
@@ -285,7 +285,7 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
 
 
 @pytest.mark.parametrize("again", [Status.ERROR, None])
-def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) -> None:
+async def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) -> None:
     async def once(texts: Mapping[str, str]) -> TestRun:
         if not (token := token_in(texts[""])):
             return TestRun({"test_it": Status.PASSED}, complete=True)
@@ -293,7 +293,7 @@ def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) 
         statuses = {"test_it": Status.FAILED} | ({} if again is None else {f"test_it_{token}": again})
         return TestRun(statuses, complete=True, failures={"test_it": FailedTest("AssertionError", f"{token}<>", "", 1)})
 
-    assert asyncio.run(control({"": "def test_it(): pass\n"}, ["test_it"], once)) == Controlled()
+    assert await control({"": "def test_it(): pass\n"}, ["test_it"], once) == Controlled()
 
 
 class Played:
@@ -346,8 +346,8 @@ RECOGNISING: dict[str, Callable[[int, int, int], bool]] = {
 
 
 @pytest.mark.parametrize("session", RECOGNISING)
-def test_work_does_not_know_in_which_session_it_is(session: str) -> None:
-    found = asyncio.run(control({"": OF_MEAN}, ["test_mean"], Played(RECOGNISING[session]), wildcards=False))
+async def test_work_does_not_know_in_which_session_it_is(session: str) -> None:
+    found = await control({"": OF_MEAN}, ["test_mean"], Played(RECOGNISING[session]), wildcards=False)
     assert any(label.certain for label in found.labels)
 
 
@@ -358,19 +358,19 @@ def test_a_test_that_is_unsteady_for_the_reference_too_shows_nothing() -> None:
     assert (label.name, label.certain) == ("passed_only_at_first", True)
 
 
-def test_sessions_over_changed_files_are_not_repeated() -> None:
+async def test_sessions_over_changed_files_are_not_repeated() -> None:
     fails = Played(lambda moment, totals, size: False)
-    assert asyncio.run(control({"": OF_MEAN}, ["test_mean"], fails, fresh=False)) == Controlled()
+    assert await control({"": OF_MEAN}, ["test_mean"], fails, fresh=False) == Controlled()
 
 
-def test_an_unsteady_test_may_pass_later() -> None:
+async def test_an_unsteady_test_may_pass_later() -> None:
     tests, moments = {"": "def test_it():\n    assert now() != 1\n"}, Played(lambda moment, totals, size: False)
 
     async def work(texts: Mapping[str, str]) -> TestRun:
         at = moments.moment
         return await moments({"": f"def now(): return {at}\n{texts['']}"})
 
-    assert asyncio.run(control(tests, ["test_it"], work)) == Controlled()
+    assert await control(tests, ["test_it"], work) == Controlled()
 
 
 FORCED = """

@@ -50,62 +50,54 @@ def test_the_command_pulls_lists_and_removes(
     assert main(["images", "pull", name, *store, "--auth", str(tmp_path / "missing.json")]) == 2
 
 
-def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> None:
+async def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> None:
     name = f"127.0.0.1:{registry.port}/team/tool:1"
     recipe = ImageRecipe(tmp_path, docker_image=name)
     (tmp_path / "Dockerfile").write_text(f"ARG IMAGE={name}\nFROM $IMAGE AS base\nENV A=1\n")
     built = ImageRecipe(tmp_path, tmp_path / "Dockerfile")
     builder, store = ImageBuilder(tmp_path / "roots", tool="no-such-tool"), tmp_path / "store"
-
-    async def main() -> None:
-        never = TaskImages(folder=store)
-        with pytest.raises(TaskError, match=rf"`palaestra images pull {name}`"):
-            await TaskRoots(builder, {}, pulled=never).of("task", recipe)
-        with pytest.raises(ImageError, match=rf"`palaestra images pull {name}`"):
-            await TaskRoots(builder, {}, base_image=FROM, pulled=never).of("task", built)
-        roots = TaskRoots(builder, {}, pulled=TaskImages("missing", store))
-        found = await roots.of("task", recipe)
-        assert found == await TaskRoots(builder, {}, pulled=never).of("task", recipe)
-        assert found.config.workdir == "/srv"
-        over = await TaskRoots(builder, {}, base_image=FROM, pulled=never).of("task", built)
-        assert (over.image, dict(over.config.env), over.config.workdir) == (found.image, {"A": "1"}, "/srv")
-        assert over.build_key is not None
-        assert str(found.image) in over.build_key  # so that a new image of the tag is built over again
-        async with asyncio.TaskGroup() as group:
-            other = TaskRoots(builder, {}, pulled=TaskImages("missing", tmp_path / "other"))
-            several = [group.create_task(other.of(f"task{n}", recipe)) for n in range(5)]
-        assert len({each.result().image for each in several}) == 1
-        missing = replace(built, docker_image=f"127.0.0.1:{registry.port}/team/missing")
-        with pytest.raises(TaskError, match="container tool"):  # it would build the Dockerfile
-            await roots.of("task", missing)
-        with pytest.raises(ImageError, match="is not in the registry"):
-            await roots.of("task", replace(missing, dockerfile=None))
-        forced = TaskRoots(ImageBuilder(tmp_path / "roots", tool="no-such-tool", force=True), {}, pulled=never)
-        with pytest.raises(TaskError, match="container tool"):
-            await forced.of("task", recipe)
-
-    asyncio.run(main())
+    never = TaskImages(folder=store)
+    with pytest.raises(TaskError, match=rf"`palaestra images pull {name}`"):
+        await TaskRoots(builder, {}, pulled=never).of("task", recipe)
+    with pytest.raises(ImageError, match=rf"`palaestra images pull {name}`"):
+        await TaskRoots(builder, {}, base_image=FROM, pulled=never).of("task", built)
+    roots = TaskRoots(builder, {}, pulled=TaskImages("missing", store))
+    found = await roots.of("task", recipe)
+    assert found == await TaskRoots(builder, {}, pulled=never).of("task", recipe)
+    assert found.config.workdir == "/srv"
+    over = await TaskRoots(builder, {}, base_image=FROM, pulled=never).of("task", built)
+    assert (over.image, dict(over.config.env), over.config.workdir) == (found.image, {"A": "1"}, "/srv")
+    assert over.build_key is not None
+    assert str(found.image) in over.build_key  # so that a new image of the tag is built over again
+    async with asyncio.TaskGroup() as group:
+        other = TaskRoots(builder, {}, pulled=TaskImages("missing", tmp_path / "other"))
+        several = [group.create_task(other.of(f"task{n}", recipe)) for n in range(5)]
+    assert len({each.result().image for each in several}) == 1
+    missing = replace(built, docker_image=f"127.0.0.1:{registry.port}/team/missing")
+    with pytest.raises(TaskError, match="container tool"):  # it would build the Dockerfile
+        await roots.of("task", missing)
+    with pytest.raises(ImageError, match="is not in the registry"):
+        await roots.of("task", replace(missing, dockerfile=None))
+    forced = TaskRoots(ImageBuilder(tmp_path / "roots", tool="no-such-tool", force=True), {}, pulled=never)
+    with pytest.raises(TaskError, match="container tool"):
+        await forced.of("task", recipe)
 
 
-def test_rows_run_in_pulled_images(registry: Registry, tmp_path: Path) -> None:
+async def test_rows_run_in_pulled_images(registry: Registry, tmp_path: Path) -> None:
     name = f"127.0.0.1:{registry.port}/team/tool:1"
     store, given = tmp_path / "store", tmp_path / "root"
     given.mkdir()
     row = {"instance_id": "one", "repo": "o/n", "base_commit": "0" * 40, "problem_statement": "p"}
     named = parse_row({**row, "FAIL_TO_PASS": ["t.py::t"], "image_name": name})
     other = parse_row({**row, "FAIL_TO_PASS": ["t.py::t"], "image_name": f"127.0.0.1:{registry.port}/team/missing"})
-
-    async def main() -> None:
-        never, missing = TaskImages(folder=store), TaskImages("missing", store)
-        assert (never.may_have(name), missing.may_have(name), missing.may_have("")) == (False, True, False)
-        assert await RowImages({}, None, never).find(named) is None
-        found = await RowImages({}, None, missing).find(named)
-        assert found is not None
-        assert (Path(found) / "oci-layout").is_file()
-        assert await RowImages({}, None, never).find(named) == found
-        assert never.may_have(name)
-        assert await RowImages({"one": str(given)}, None, missing).find(other) == str(given)
-        with pytest.raises(TaskError, match=r"one: .*is not in the registry"):
-            await RowImages({}, None, missing).find(other)
-
-    asyncio.run(main())
+    never, missing = TaskImages(folder=store), TaskImages("missing", store)
+    assert (never.may_have(name), missing.may_have(name), missing.may_have("")) == (False, True, False)
+    assert await RowImages({}, None, never).find(named) is None
+    found = await RowImages({}, None, missing).find(named)
+    assert found is not None
+    assert (Path(found) / "oci-layout").is_file()
+    assert await RowImages({}, None, never).find(named) == found
+    assert never.may_have(name)
+    assert await RowImages({"one": str(given)}, None, missing).find(other) == str(given)
+    with pytest.raises(TaskError, match=r"one: .*is not in the registry"):
+        await RowImages({}, None, missing).find(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
@@ -479,14 +478,14 @@ async def play(source: Source, case: Case, language: str, works: Sequence[Files]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_honest_work_is_paid_and_forged_logs_are_not(name: str, tmp_path: Path) -> None:
+async def test_honest_work_is_paid_and_forged_logs_are_not(name: str, tmp_path: Path) -> None:
     case, language = CASES[name], name.split(" ")[0].rstrip(",")
     if missing := LANGUAGES[language].missing_programs():
         pytest.skip(f"{', '.join(missing)} is not installed")
     source = Source.make(tmp_path / "source", case.files)
     works = {"fix": case.fix, **case.honest, **case.forged}
     assert len(works) == 1 + len(case.honest) + len(case.forged)
-    played = dict(zip(works, asyncio.run(play(source, case, language, list(works.values()), tmp_path)), strict=True))
+    played = dict(zip(works, await play(source, case, language, list(works.values()), tmp_path), strict=True))
     shown = {
         work: (each.official, each.reward, [label.name for label in each.labels], each.error, each.detail)
         for work, each in played.items()

@@ -47,11 +47,9 @@ def test_the_oracle_solves_tasks_in_modal(tmp_path: Path) -> None:
         assert run(tmp_path, fake, "--policy", "oracle") == [1.0, 1.0]
 
 
-def test_a_model_server_is_scored_in_modal(tmp_path: Path) -> None:
-    async def main() -> list[float]:
+async def test_a_model_server_is_scored_in_modal(tmp_path: Path) -> None:
+    with FakeModal() as fake:
         async with LoopbackServer(FakeAnswer(completion("There is nothing to fix."))) as server:
             environ = {"ATROPOS_SERVER_BASE_URL": f"{server.url}/v1", "ATROPOS_SERVER_MODEL": "m"}
-            return await asyncio.to_thread(run, tmp_path, fake, environ=environ)
-
-    with FakeModal() as fake:
-        assert asyncio.run(main()) == [0.0, 0.0]
+            result = await asyncio.to_thread(run, tmp_path, fake, environ=environ)
+        assert result == [0.0, 0.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -40,13 +39,10 @@ def spec_of(path: str, phase: Phase, tmp_path: Path) -> SlotSpec:
 
 @pytest.mark.parametrize("phase", [Phase.AGENT, Phase.GRADE])
 @pytest.mark.parametrize("path", ["idna/core.py", "src/idna/core.py"])
-def test_a_row_about_a_package_of_pip_has_no_pip(path: str, phase: Phase, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            slot = await backend.create(spec_of(path, phase, tmp_path), "test")
-            assert (await slot.execute(FINDS)).output == "end\n"
-
-    asyncio.run(main())
+async def test_a_row_about_a_package_of_pip_has_no_pip(path: str, phase: Phase, tmp_path: Path) -> None:
+    async with LocalBackend() as backend:
+        slot = await backend.create(spec_of(path, phase, tmp_path), "test")
+        assert (await slot.execute(FINDS)).output == "end\n"
 
 
 @pytest.mark.parametrize(("path", "phase"), [("idna/core.py", Phase.PREPARE), ("pkg/__init__.py", Phase.AGENT)])

@@ -49,18 +49,14 @@ def names(archive: bytes) -> set[str]:
         return {member.name for member in tar if member.isfile()}
 
 
-def test_a_tree_has_the_files_of_its_commit_and_the_tests_too(tmp_path: Path, source: Path) -> None:
+async def test_a_tree_has_the_files_of_its_commit_and_the_tests_too(tmp_path: Path, source: Path) -> None:
     cache = RepositoryCache(tmp_path / "cache", str(tmp_path / "hub"))
     first = row(git(source, "rev-parse", "HEAD~1"))
-
-    async def scenario() -> None:
-        assert names(await cache.export_tree(first)) == {".gitattributes", "a.py", "tests/test_a.py"}
-        assert await cache.read_file(first, "a.py") == b"x = 1\n"
-        assert await cache.list_files(first) == (".gitattributes", "a.py", "tests/test_a.py")
-        with pytest.raises(TaskError, match="no file"):
-            await cache.read_file(first, "b.py")
-
-    asyncio.run(scenario())
+    assert names(await cache.export_tree(first)) == {".gitattributes", "a.py", "tests/test_a.py"}
+    assert await cache.read_file(first, "a.py") == b"x = 1\n"
+    assert await cache.list_files(first) == (".gitattributes", "a.py", "tests/test_a.py")
+    with pytest.raises(TaskError, match="no file"):
+        await cache.read_file(first, "b.py")
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path: Path, source: Path) -> None:
@@ -72,15 +68,11 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, source: Path) -> Non
     assert asyncio.run(cache.read_file(task, "a.py")) == b"x = 2  # the fix\n"
 
 
-def test_many_tasks_may_ask_at_once(tmp_path: Path, source: Path) -> None:
+async def test_many_tasks_may_ask_at_once(tmp_path: Path, source: Path) -> None:
     cache = RepositoryCache(tmp_path / "cache", str(tmp_path / "hub"))
     tasks = [row(git(source, "rev-parse", name)) for name in ("HEAD", "HEAD~1")] * 3
-
-    async def scenario() -> None:
-        texts = await asyncio.gather(*(cache.read_file(task, "a.py") for task in tasks))
-        assert texts == [b"x = 2  # the fix\n", b"x = 1\n"] * 3
-
-    asyncio.run(scenario())
+    texts = await asyncio.gather(*(cache.read_file(task, "a.py") for task in tasks))
+    assert texts == [b"x = 2  # the fix\n", b"x = 1\n"] * 3
     assert len(list((tmp_path / "cache").glob("*.git"))) == 1
 
 
@@ -92,10 +84,10 @@ def test_a_row_may_bring_its_repository(tmp_path: Path, source: Path) -> None:
         asyncio.run(cache.ensure(row("abc", repo_path=str(tmp_path / "gone"))))
 
 
-def test_a_branch_can_be_the_commit(tmp_path: Path, source: Path) -> None:
+async def test_a_branch_can_be_the_commit(tmp_path: Path, source: Path) -> None:
     git(source, "branch", "owner__name.bug__1", "HEAD~1")
     cache = RepositoryCache(tmp_path / "cache", str(tmp_path / "hub"))
-    assert asyncio.run(cache.locate(row("owner__name.bug__1")))[1] == git(source, "rev-parse", "HEAD~1")
+    assert (await cache.locate(row("owner__name.bug__1")))[1] == git(source, "rev-parse", "HEAD~1")
 
 
 def test_an_unknown_commit_is_the_rows_fault_and_an_unreachable_source_the_worlds(tmp_path: Path, source: Path) -> None:
@@ -143,16 +135,16 @@ def _alternates(repository: Path, private: Path) -> None:
     [_linked_beside, _file_beside, _bare_around_an_empty_folder, _with_alternates],
     ids=lambda each: each.__name__,
 )
-def test_a_rows_repository_cannot_stand_for_a_private_one(tmp_path: Path, source: Path, prepare: Prepare) -> None:
+async def test_a_rows_repository_cannot_stand_for_a_private_one(tmp_path: Path, source: Path, prepare: Prepare) -> None:
     data = tmp_path / "data"
     data.mkdir()
     prepare(data, source)
     cache = RepositoryCache(tmp_path / "cache")
     with pytest.raises((PrepareError, TaskError), match=r"repository .*refers to files outside|does not appear to be"):
-        asyncio.run(cache.export_tree(row(git(source, "rev-parse", "HEAD"), repo_path=str(data / "repo"))))
+        await cache.export_tree(row(git(source, "rev-parse", "HEAD"), repo_path=str(data / "repo")))
 
 
-def test_settings_of_a_rows_repository_start_no_program(tmp_path: Path, source: Path) -> None:
+async def test_settings_of_a_rows_repository_start_no_program(tmp_path: Path, source: Path) -> None:
     commit, started = git(source, "rev-parse", "HEAD"), tmp_path / "started"
     blob = git(source, "rev-parse", "HEAD:a.py")
     (source / ".git/objects" / blob[:2] / blob[2:]).unlink()  # so that git would fetch it from the promisor remote
@@ -169,5 +161,5 @@ def test_settings_of_a_rows_repository_start_no_program(tmp_path: Path, source: 
         git(source, "config", name, value)
     cache = RepositoryCache(tmp_path / "cache")
     with pytest.raises(PrepareError, match="cannot fetch"):
-        asyncio.run(cache.export_tree(row(commit, repo_path=str(source))))
+        await cache.export_tree(row(commit, repo_path=str(source)))
     assert not started.exists()

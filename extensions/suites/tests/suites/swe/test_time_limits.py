@@ -124,7 +124,7 @@ def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -
         check(before, before, **columns)
 
 
-def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:
+async def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:
     runs = [BAD, replace(BAD, timed_out=True), GOOD]
 
     async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
@@ -135,7 +135,7 @@ def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> N
             yield place
 
     made = row(install_config={"test_cmd": "x", "log_parser": "parse_log_tap"})
-    assert asyncio.run(check_row(made, tries, packages(), narrow=False)) == PreparedRow()
+    assert await check_row(made, tries, packages(), narrow=False) == PreparedRow()
     assert runs == []
 
 

@@ -1,6 +1,5 @@
 """A row from its repository into a slot, and out again by its reference solution."""
 
-import asyncio
 import io
 import subprocess
 import tarfile
@@ -118,9 +117,9 @@ def played(steps: tuple[ToolStep, ...]) -> None:
         subprocess.run(["bash", "-c", str(step.arguments["command"])], check=True)
 
 
-def test_the_reference_solution_is_patch_calls_that_fit(tmp_path: Path) -> None:
+async def test_the_reference_solution_is_patch_calls_that_fit(tmp_path: Path) -> None:
     task = row(tmp_path, patch=BUG)
-    before, after = asyncio.run(solution_files(cache(tmp_path), task))
+    before, after = await solution_files(cache(tmp_path), task)
     (step,) = solution_steps(before, after, REPO)
     assert step.name == "patch"
     old, new = str(step.arguments["old_string"]), str(step.arguments["new_string"])
@@ -178,16 +177,16 @@ def test_a_long_reference_solution_is_packed_into_few_commands(tmp_path: Path) -
     assert found == after
 
 
-def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> None:
     task = row(tmp_path, FILES["pkg/calc.py"], patch=BUG)
-    before, after = asyncio.run(solution_files(cache(tmp_path), task))
+    before, after = await solution_files(cache(tmp_path), task)
     assert (before, after) == ({"pkg/calc.py": text(FILES["pkg/calc.py"])}, {"pkg/calc.py": text(CLEAN)})
 
 
-def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None:
+async def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None:
     task = row(tmp_path, "something = 'else'\n", patch=BUG)
     with pytest.raises(TaskError, match="does not match"):
-        asyncio.run(solution_files(cache(tmp_path), task))
+        await solution_files(cache(tmp_path), task)
 
 
 @pytest.mark.slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.config.build import make_pool
-from palaestra_audit.cheats.proof import BANK, EnvironmentProof, Proof, cheats_named
+from palaestra_audit.cheats.proof import BANK, EnvironmentProof, cheats_named
 from palaestra_suites.terminal_bench.find_tasks import load_tasks
 from palaestra_suites.terminal_bench.import_tasks import Finding, import_tasks
 from palaestra_suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
@@ -303,20 +302,16 @@ def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+async def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     settings = (HARBOR / "word-counts/task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 15.0")
     copied(HARBOR / "word-counts", tmp_path / "tasks", {"task.toml": settings})  # some cheats hang their verifier
     config = TerminalBench2EvalConfig(
         dataset_name=str(tmp_path / "tasks"), base_image="host", cache_dir=str(tmp_path / "cache")
     )
-
-    async def main() -> Proof:
-        async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(config, installed_pytest)
-            await environment.open()
-            return await EnvironmentProof(environment, pool).run(1)
-
-    proof = asyncio.run(main())
+    async with make_pool(config) as pool:
+        environment = TerminalBenchEnvironment(config, installed_pytest)
+        await environment.open()
+        proof = await EnvironmentProof(environment, pool).run(1)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert len(proof.lines) == len(BANK) + 2

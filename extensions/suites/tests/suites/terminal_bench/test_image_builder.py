@@ -87,7 +87,7 @@ def test_task_folders_of_endless_terminals_are_built(
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.xdist_group("docker")
-def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_path: Path) -> None:
+async def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_path: Path) -> None:
     """Two builds share a layer; the one that is done removes its image, and docker the layer with it. Now and then."""
     daemon.load(make_root(tmp_path / "root"), BASE)
     tool, folder = tmp_path / "docker", tmp_path / "task"
@@ -97,7 +97,7 @@ def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_pa
     folder.mkdir()
     (folder / "Dockerfile").write_text(f"FROM {BASE}\nRUN echo built > /built\n")
     builder = ImageBuilder(tmp_path / "roots", tool=str(tool), network=False)
-    archive, _ = asyncio.run(builder.root(ImageRecipe(folder, folder / "Dockerfile")))
+    archive, _ = await builder.root(ImageRecipe(folder, folder / "Dockerfile"))
     assert (tmp_path / "failed").is_dir()
     with tarfile.open(archive) as content:
         assert "built" in content.getnames()

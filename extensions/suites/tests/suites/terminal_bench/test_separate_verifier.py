@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import textwrap
 from pathlib import Path
@@ -169,9 +168,9 @@ class Growing:
             return file.truncate(separate_verifier.MOST_BYTES + 1)
 
 
-def test_a_file_that_grows_meanwhile_is_left_out(tmp_path: Path) -> None:
+async def test_a_file_that_grows_meanwhile_is_left_out(tmp_path: Path) -> None:
     slot = cast("Slot", Growing())
-    found = asyncio.run(separate_verifier.collect(slot, [Artifact("/loop/x"), Artifact("/a")], tmp_path))
+    found = await separate_verifier.collect(slot, [Artifact("/loop/x"), Artifact("/a")], tmp_path)
     loop = f"/loop/x: [Errno {errno.ELOOP}] Too many levels of symbolic links: '/loop/x'"
     assert (found.copies, found.left_out) == ([], [loop, "/a: more than 2048 MB"])
     assert not list(tmp_path.iterdir())

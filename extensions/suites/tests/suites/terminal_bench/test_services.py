@@ -52,7 +52,7 @@ def test_services_start_in_order_and_their_evidence_is_graded(try_tasks: Try, tm
     assert (line.noop, line.solution) == (0.0, 1.0)
 
 
-def test_the_record_has_the_logs_and_each_rollout_its_own_services(
+async def test_the_record_has_the_logs_and_each_rollout_its_own_services(
     installed_pytest: DependencyCache, tmp_path: Path
 ) -> None:
     """Two rollouts at the same time: if one reached the services of the other, there would be four orders."""
@@ -60,27 +60,23 @@ def test_the_record_has_the_logs_and_each_rollout_its_own_services(
     config = TerminalBench2EvalConfig(
         dataset_name=str(tmp_path / "tasks"), base_image="host", cache_dir=str(tmp_path / "cache")
     )
-
-    async def main() -> None:
-        async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(config, installed_pytest)
-            await environment.open()
-            async with policy_runs(environment, pool) as runs:
-                task = await anext(environment.tasks())
-                groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
-            assert pool.get_stats()["acquired_slots"] == 0
-            assert pool.available_slots == pool.total_slots
-            assert pool.backend.stats()["slots"] == 0
-        for group in groups:
-            done = group.trajectories[0]
-            assert (done.reward, done.official) == (1.0, 1.0), done.detail
-            services = done.detail["services"]
-            assert services["seed"] == {"exit_code": 0, "log": "seeded"}
-            assert services["shop"]["exit_code"] is None
-            assert "restart 1 after exit code 1" in services["shop"]["log"]
-            assert services["shop"]["log"].splitlines()[0] == "not yet"
-
-    asyncio.run(main())
+    async with make_pool(config) as pool:
+        environment = TerminalBenchEnvironment(config, installed_pytest)
+        await environment.open()
+        async with policy_runs(environment, pool) as runs:
+            task = await anext(environment.tasks())
+            groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
+        assert pool.get_stats()["acquired_slots"] == 0
+        assert pool.available_slots == pool.total_slots
+        assert pool.backend.stats()["slots"] == 0
+    for group in groups:
+        done = group.trajectories[0]
+        assert (done.reward, done.official) == (1.0, 1.0), done.detail
+        services = done.detail["services"]
+        assert services["seed"] == {"exit_code": 0, "log": "seeded"}
+        assert services["shop"]["exit_code"] is None
+        assert "restart 1 after exit code 1" in services["shop"]["log"]
+        assert services["shop"]["log"].splitlines()[0] == "not yet"
 
 
 def test_a_verifier_that_shares_the_agents_slot_asks_the_services(

@@ -43,26 +43,22 @@ def test_services_keep_their_state_from_step_to_step(try_tasks: Try, tmp_path: P
     assert (line.noop, line.solution) == (0.0, 1.0)
 
 
-def test_rollouts_at_the_same_time_do_not_wait_for_each_others_places(
+async def test_rollouts_at_the_same_time_do_not_wait_for_each_others_places(
     installed_pytest: DependencyCache, tmp_path: Path
 ) -> None:
     """Each holds two slots while its verifiers need a third, and the pool has places for only one of them."""
     make_steps(tmp_path / "tasks")
     own = {"dataset_name": str(tmp_path / "tasks"), "base_image": "host", "cache_dir": str(tmp_path / "cache")}
     config = TerminalBench2EvalConfig(**own, slots=3)  # type: ignore[arg-type]
-
-    async def main() -> None:
-        async with make_pool(config) as pool, asyncio.timeout(100):
-            environment = TerminalBenchEnvironment(config, installed_pytest)
-            await environment.open()
-            async with policy_runs(environment, pool) as runs:
-                task = await anext(environment.tasks())
-                groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
-            assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
-            assert (pool.available_slots, pool.get_stats()["acquired_slots"]) == (3, 0)
-            assert pool.backend.stats()["slots"] == 0
-
-    asyncio.run(main())
+    async with make_pool(config) as pool, asyncio.timeout(100):
+        environment = TerminalBenchEnvironment(config, installed_pytest)
+        await environment.open()
+        async with policy_runs(environment, pool) as runs:
+            task = await anext(environment.tasks())
+            groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
+        assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
+        assert (pool.available_slots, pool.get_stats()["acquired_slots"]) == (3, 0)
+        assert pool.backend.stats()["slots"] == 0
 
 
 @pytest.mark.parametrize(("strategy", "reward"), [("mean", 2 / 3), ("final", 0.0)], ids=["mean", "final"])
@@ -104,21 +100,17 @@ def test_a_health_check_of_the_first_step_that_fails_is_the_tasks_fault(
     assert "the health check of step first fails" in done.error
 
 
-def test_a_check_whose_directory_is_gone_has_not_succeeded() -> None:
+async def test_a_check_whose_directory_is_gone_has_not_succeeded() -> None:
     check = HealthCheck(("true",), interval_s=0.01, timeout_s=10.0, start_s=0.0, retries=1)
-
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            slot = await backend.create(SlotSpec(), "healthy")
-            assert await wait_healthy(slot, check, "/workspace", 10.0) is None
-            for spoil in ("rmdir /workspace", "touch /workspace"):
-                await slot.execute(spoil, cwd="/")
-                said = await wait_healthy(slot, check, "/workspace", 0.5)
-                assert "cannot start a command in the directory" in (said or "")
-                with pytest.raises(PrepareError, match=r"the set-up failed: .*cannot start a command"):
-                    await check_execute(slot, "true", "the set-up failed", cwd="/workspace")
-
-    asyncio.run(main())
+    async with LocalBackend() as backend:
+        slot = await backend.create(SlotSpec(), "healthy")
+        assert await wait_healthy(slot, check, "/workspace", 10.0) is None
+        for spoil in ("rmdir /workspace", "touch /workspace"):
+            await slot.execute(spoil, cwd="/")
+            said = await wait_healthy(slot, check, "/workspace", 0.5)
+            assert "cannot start a command in the directory" in (said or "")
+            with pytest.raises(PrepareError, match=r"the set-up failed: .*cannot start a command"):
+                await check_execute(slot, "true", "the set-up failed", cwd="/workspace")
 
 
 def test_a_killed_run_goes_on_and_leaves_nothing(tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def only_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slots
-def test_the_error_of_a_failed_installation_has_the_installers_words(
+async def test_the_error_of_a_failed_installation_has_the_installers_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_from(tmp_path, monkeypatch)
     cache = DependencyCache(tmp_path / "cache")
     with pytest.raises(PrepareError, match=r"cannot install none==1\.0(?s:.)*No matching distribution"):
-        asyncio.run(cache.toolchain(Install(requirements=("none==1.0",))))
+        await cache.toolchain(Install(requirements=("none==1.0",)))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
@@ -73,7 +73,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("text", FOREIGN)
-def test_a_row_cannot_pass_an_address_a_path_or_an_option_to_the_installer(text: str, tmp_path: Path) -> None:
+async def test_a_row_cannot_pass_an_address_a_path_or_an_option_to_the_installer(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "evil"
     folder.mkdir()
     ran = tmp_path / "ran"
@@ -83,7 +83,7 @@ def test_a_row_cannot_pass_an_address_a_path_or_an_option_to_the_installer(text:
     with pytest.raises(TaskError, match="is not a requirement"):
         Install.parse({"requirements": [requirement]})
     with pytest.raises(TaskError, match="is not a requirement"):
-        asyncio.run(DependencyCache(tmp_path / "cache").toolchain(Install(requirements=("pytest", requirement))))
+        await DependencyCache(tmp_path / "cache").toolchain(Install(requirements=("pytest", requirement)))
     assert not ran.exists()
 
 

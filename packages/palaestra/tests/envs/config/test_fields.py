@@ -1,6 +1,5 @@
 """The contract's fields and defaults, and what this version refuses."""
 
-import asyncio
 import os
 
 import pytest
@@ -234,14 +233,12 @@ class TenSlots(LocalBackend):
         ("modal", {"max_num_workers": 3}, 3),
     ],
 )
-def test_slots_on_other_machines_decide_how_many_groups_run(
+async def test_slots_on_other_machines_decide_how_many_groups_run(
     backend: str, more: dict[str, JSON], groups: int | None
 ) -> None:
     config = HermesAgentEnvConfig(tool_pool_mode=backend, group_size=2, **more)
 
-    async def found() -> int | None:
-        async with SlotPool(SlotPoolConfig(), TenSlots()) as pool:
-            return pool.limit.slots if are_elsewhere(config, pool) else None
-
     here = max(2, 2 * (os.cpu_count() or 1))
-    assert concurrency(config, 1, asyncio.run(found())) == (here if groups is None else groups)
+    async with SlotPool(SlotPoolConfig(), TenSlots()) as pool:
+        result = pool.limit.slots if are_elsewhere(config, pool) else None
+    assert concurrency(config, 1, result) == (here if groups is None else groups)

@@ -94,13 +94,9 @@ def test_rows_of_a_run_without_tokens_and_an_agent_without_a_server_name_argumen
         palaestra.run_sync(squares(n=1), policy="oracle", tasks=0)
 
 
-def test_a_run_inside_a_running_loop() -> None:
+async def test_a_run_inside_a_running_loop() -> None:
     """As in a notebook, whose cells run on a loop."""
-
-    async def cell() -> Run:
-        return palaestra.run_sync(squares(n=1), policy="oracle")
-
-    assert asyncio.run(cell()).mean_reward == 1.0
+    assert palaestra.run_sync(squares(n=1), policy="oracle").mean_reward == 1.0
 
 
 @environment(toolsets=[])
@@ -132,14 +128,12 @@ def test_the_code_of_an_environment_reads_the_variables_of_dotenv(
     assert "STORED_KEY" not in os.environ
 
 
-def test_groups_come_while_the_run_goes_on() -> None:
-    async def go() -> list[str]:
-        return [group.task_id async for group in palaestra.stream(squares(n=3), policy="oracle", concurrency=1)]
-
-    assert asyncio.run(go()) == ["square-1", "square-2", "square-3"]
+async def test_groups_come_while_the_run_goes_on() -> None:
+    result = [group.task_id async for group in palaestra.stream(squares(n=3), policy="oracle", concurrency=1)]
+    assert result == ["square-1", "square-2", "square-3"]
 
 
-def test_a_run_waits_for_a_slow_reader_and_ends_with_it() -> None:
+async def test_a_run_waits_for_a_slow_reader_and_ends_with_it() -> None:
     async def go() -> Group:
         async for group in (groups := palaestra.stream(squares(n=300), policy="noop", isolation="none")):
             while len(palaestra.open_run().groups) < 64:  # noqa: ASYNC110 - only the folder tells
@@ -149,29 +143,26 @@ def test_a_run_waits_for_a_slow_reader_and_ends_with_it() -> None:
             return group
         raise AssertionError("no group")
 
-    assert asyncio.run(go()).trajectories[0].reward == 0.0
+    assert (await go()).trajectories[0].reward == 0.0
     run = palaestra.open_run()
     assert 64 <= len(run.groups) < 100
     assert run.status.state != "running"
 
 
-def test_a_stream_raises_what_its_run_raises() -> None:
+async def test_a_stream_raises_what_its_run_raises() -> None:
     async def go() -> None:
         async for _ in palaestra.stream(squares(n=1), model="m", base_url="http://127.0.0.1:1/v1", timeout=2):
             pass
 
     with pytest.raises(palaestra.EngineUnavailable, match="Check base_url"):
-        asyncio.run(go())
+        await go()
 
 
-def test_the_callers_own_handler_of_sigterm_stays() -> None:
-    async def go() -> bool:
-        loop, heard = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, heard.set)
-        await palaestra.run(squares(n=1), policy="oracle")
-        return loop.remove_signal_handler(signal.SIGTERM)
-
-    assert asyncio.run(go())
+async def test_the_callers_own_handler_of_sigterm_stays() -> None:
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, heard.set)
+    await palaestra.run(squares(n=1), policy="oracle")
+    assert loop.remove_signal_handler(signal.SIGTERM)
 
 
 def test_a_run_of_a_program_is_found_again_by_the_command_line(tmp_path: Path) -> None:
@@ -222,18 +213,14 @@ def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("usage", [{}, {"usage": {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}}])
-def test_an_error_of_a_filter_does_not_pause_a_run_with_a_cost_limit(usage: dict[str, object]) -> None:
+async def test_an_error_of_a_filter_does_not_pause_a_run_with_a_cost_limit(usage: dict[str, object]) -> None:
     """It often has no token counts, which says nothing about the replies of the server."""
     withheld = FakeAnswer({"error": {"code": "content_filter", "message": "filtered"}, **usage}, status=400)
-
-    async def main() -> Run:
-        async with LoopbackServer(withheld, FakeAnswer(completion("It will not."))) as server:
-            prices = {"prompt_price": 1.0, "completion_price": 1.0, "max_cost": 100.0, "max_infra_rate": 1.0}
-            return await palaestra.run(
-                squares(n=3), base_url=server.url, model="m", max_num_workers=1, infra_retries=0, **prices
-            )
-
-    found = asyncio.run(main())
+    async with LoopbackServer(withheld, FakeAnswer(completion("It will not."))) as server:
+        prices = {"prompt_price": 1.0, "completion_price": 1.0, "max_cost": 100.0, "max_infra_rate": 1.0}
+        found = await palaestra.run(
+            squares(n=3), base_url=server.url, model="m", max_num_workers=1, infra_retries=0, **prices
+        )
     assert sorted(each.outcome for each in found.trajectories) == ["api_error", "natural", "natural"]
 
 

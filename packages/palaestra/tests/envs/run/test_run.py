@@ -16,7 +16,7 @@ import pytest
 from recorded import embedded
 
 from envs import scripts
-from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 
@@ -191,7 +191,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, object]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> None:
+async def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> None:
     """Four turns: a look, a malformed call beside a good one, the work, the answer."""
     answers = [
         completion(None, "tool_calls", tool_calls=[tool_call("c1", "terminal", '{"command": "wc -l < a.txt"}')]),
@@ -207,21 +207,17 @@ def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> Non
         completion("Done: 0 lines."),
     ]
     script(tmp_path, scripts.COUNT_LINES)
-
-    async def main() -> tuple[int, str, list[Seen]]:
-        async with LoopbackServer(*map(FakeAnswer, answers)) as server:
-            process = await asyncio.create_subprocess_exec(
-                *RUN,
-                *["my_env.py", "--env.n", "1", "--base-url", f"{server.url}/v1", "--model", "m"],
-                *["--openai.api_key", "sk-secret"],
-                cwd=tmp_path,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            _, stderr = await process.communicate()
-            assert process.returncode is not None
-            return process.returncode, stderr.decode(), server.seen
-
-    code, stderr, seen = asyncio.run(main())
+    async with LoopbackServer(*map(FakeAnswer, answers)) as server:
+        process = await asyncio.create_subprocess_exec(
+            *RUN,
+            *["my_env.py", "--env.n", "1", "--base-url", f"{server.url}/v1", "--model", "m"],
+            *["--openai.api_key", "sk-secret"],
+            cwd=tmp_path,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, stderr = await process.communicate()
+        assert process.returncode is not None
+        code, stderr, seen = process.returncode, stderr.decode(), server.seen
     assert code == 0, stderr
     (group,) = lines(scripts.groups_file(tmp_path))
     assert group["scores"] == [1.0]

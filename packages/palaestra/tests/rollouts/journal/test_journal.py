@@ -69,20 +69,17 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) ->
         list(read_journal(path))
 
 
-def test_concurrent_commits_cover_everything_appended_before_them(tmp_path: Path) -> None:
-    async def main() -> int:
-        journal = Journal(tmp_path / "j.jsonl")
+async def test_concurrent_commits_cover_everything_appended_before_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.jsonl")
 
-        async def one(number: int) -> None:
-            journal.append(GroupEnded(group_id=f"g{number}", number=number))
-            await journal.commit()
+    async def one(number: int) -> None:
+        journal.append(GroupEnded(group_id=f"g{number}", number=number))
+        await journal.commit()
 
-        await asyncio.gather(*(one(number) for number in range(50)))
-        journal.close()
-        journal.close()
-        return sum(1 for _ in read_journal(tmp_path / "j.jsonl"))
-
-    assert asyncio.run(main()) == 50
+    await asyncio.gather(*(one(number) for number in range(50)))
+    journal.close()
+    journal.close()
+    assert sum(1 for _ in read_journal(tmp_path / "j.jsonl")) == 50
 
 
 @settings(deadline=None)  # it waits for the disk

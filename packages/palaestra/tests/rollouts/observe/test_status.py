@@ -112,32 +112,28 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
         reader.read()
 
 
-def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
+async def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
     shared = services(tmp_path, group_size=2)
     inflight = StatusFile(shared.events.in_flight)
+    entered = asyncio.Event()
 
-    async def main() -> None:
-        entered = asyncio.Event()
+    async def waits(rollout: Rollout) -> float:
+        return 1.0 if rollout.index == 0 else await until_cancelled(entered)
 
-        async def waits(rollout: Rollout) -> float:
-            return 1.0 if rollout.index == 0 else await until_cancelled(entered)
-
-        async with inflight.written(tmp_path):
-            running = asyncio.create_task(Runner(Sums(1, score=waits), shared).run())
-            await entered.wait()
-            journal = shared.events.journal.path
-            while RunReader(journal).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
-                await asyncio.sleep(0)
-            inflight.write(tmp_path / "status.json")
-            status = RunReader(shared.events.journal.path).read()
-            running.cancel()
-            await asyncio.wait([running])
-        shared.events.journal.close()
-        assert status.state == "running"
-        assert status.in_flight == {"grade": 1}
-        assert [(idle.name, idle.stage) for idle in status.oldest] == [("000000-sum-0/1", "grade")]
-
-    asyncio.run(main())
+    async with inflight.written(tmp_path):
+        running = asyncio.create_task(Runner(Sums(1, score=waits), shared).run())
+        await entered.wait()
+        journal = shared.events.journal.path
+        while RunReader(journal).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
+            await asyncio.sleep(0)
+        inflight.write(tmp_path / "status.json")
+        status = RunReader(shared.events.journal.path).read()
+        running.cancel()
+        await asyncio.wait([running])
+    shared.events.journal.close()
+    assert status.state == "running"
+    assert status.in_flight == {"grade": 1}
+    assert [(idle.name, idle.stage) for idle in status.oldest] == [("000000-sum-0/1", "grade")]
     after = RunReader(shared.events.journal.path).read()
     assert after.in_flight == {}
     assert after.blame["run"].count == 1

@@ -315,12 +315,12 @@ def test_what_is_no_recording_is_refused(text: str, says: str, tmp_path: Path) -
         Reader(path)
 
 
-def test_a_recording_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_a_recording_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=WORLD_NAME):
         open_world("replay", tmp_path)
     world = world_of_run(tmp_path)
     with pytest.raises(ToolUnavailable, match="does not exist"):
-        asyncio.run(said(agent(world, Outside()), ("search", "a")))
+        await said(agent(world, Outside()), ("search", "a"))
 
 
 def test_what_no_file_can_hold_is_recorded_as_the_model_read_it(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_what_no_file_can_hold_is_recorded_as_the_model_read_it(tmp_path: Path) 
     assert asyncio.run(main(open_world("replay", tmp_path))) == read
 
 
-def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:
+async def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:
     async def broken(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise RuntimeError("a bug")
 
@@ -357,34 +357,31 @@ def test_a_failing_tool_is_not_the_worlds_failure(tmp_path: Path) -> None:
         finally:
             world.close()
 
-    assert asyncio.run(main()) == {"error": "Tool execution failed: RuntimeError: a bug"}
+    assert await main() == {"error": "Tool execution failed: RuntimeError: a bug"}
 
 
-def test_a_rollout_that_is_taken_up_again_hears_what_it_heard_and_asks_only_for_what_is_new(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        outside, path, repeats = Outside(), tmp_path / WORLD_NAME, [True]
-        before = open_world("record")
-        before.keep(path)
-        first = await said(agent(before, outside), *CALLS[:5])
-        before.close()
-        outside.asked.clear()
-        world = open_world("record")
-        world.remember(path)
-        world.keep(path)
-        tools = ToolRuntime(
-            ToolRegistry(outside.tools()), no_slot, "r/0", middleware=[world.rollout("r/0", lambda: repeats[0])]
-        )
-        again = await said(tools, *CALLS[:5])
-        assert again[:3] == first[:3]
-        assert outside.asked == ["r/0: x", "r/0: y"], "a browser has to be led where it was"
-        repeats[0] = False
-        outside.asked.clear()
-        assert (await said(tools, ("search", "a")))[0] not in first, "from here on the world is asked"
-        assert outside.asked == ["r/0: a"]
-        other = ToolRuntime(
-            ToolRegistry(outside.tools()), no_slot, "r/1", middleware=[world.rollout("r/1", lambda: True)]
-        )
-        assert (await said(other, ("search", "a")))[0] not in first, "another rollout has heard nothing"
-        world.close()
-
-    asyncio.run(scenario())
+async def test_a_rollout_that_is_taken_up_again_hears_what_it_heard_and_asks_only_for_what_is_new(
+    tmp_path: Path,
+) -> None:
+    outside, path, repeats = Outside(), tmp_path / WORLD_NAME, [True]
+    before = open_world("record")
+    before.keep(path)
+    first = await said(agent(before, outside), *CALLS[:5])
+    before.close()
+    outside.asked.clear()
+    world = open_world("record")
+    world.remember(path)
+    world.keep(path)
+    tools = ToolRuntime(
+        ToolRegistry(outside.tools()), no_slot, "r/0", middleware=[world.rollout("r/0", lambda: repeats[0])]
+    )
+    again = await said(tools, *CALLS[:5])
+    assert again[:3] == first[:3]
+    assert outside.asked == ["r/0: x", "r/0: y"], "a browser has to be led where it was"
+    repeats[0] = False
+    outside.asked.clear()
+    assert (await said(tools, ("search", "a")))[0] not in first, "from here on the world is asked"
+    assert outside.asked == ["r/0: a"]
+    other = ToolRuntime(ToolRegistry(outside.tools()), no_slot, "r/1", middleware=[world.rollout("r/1", lambda: True)])
+    assert (await said(other, ("search", "a")))[0] not in first, "another rollout has heard nothing"
+    world.close()

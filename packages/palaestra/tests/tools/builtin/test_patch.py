@@ -160,18 +160,15 @@ def test_two_names_of_one_file_are_noticed(at_desk: AtDesk) -> None:
     at_desk(scenario)
 
 
-def test_files_get_their_content_back_when_the_disk_is_full() -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            slot = await backend.create(SlotSpec(limits=Limits(disk_bytes=1 << 20)), "small")
-            await slot.write_text("/tmp/a.txt", "one\n")
-            await slot.write_text("/tmp/b.txt", "two\n" + "x" * 700_000)
-            edits = "*** Update File: /tmp/a.txt\n-one\n+1\n*** Update File: /tmp/b.txt\n-two\n+2"
-            reply = await Desk(slot).call("patch", mode="patch", patch=f"*** Begin Patch\n{edits}\n*** End Patch")
-            assert reply == {"error": "Cannot write /tmp/b.txt: No space left on device"}
-            assert await slot.read_text("/tmp/a.txt") == "one\n"
-
-    asyncio.run(main())
+async def test_files_get_their_content_back_when_the_disk_is_full() -> None:
+    async with LocalBackend() as backend:
+        slot = await backend.create(SlotSpec(limits=Limits(disk_bytes=1 << 20)), "small")
+        await slot.write_text("/tmp/a.txt", "one\n")
+        await slot.write_text("/tmp/b.txt", "two\n" + "x" * 700_000)
+        edits = "*** Update File: /tmp/a.txt\n-one\n+1\n*** Update File: /tmp/b.txt\n-two\n+2"
+        reply = await Desk(slot).call("patch", mode="patch", patch=f"*** Begin Patch\n{edits}\n*** End Patch")
+        assert reply == {"error": "Cannot write /tmp/b.txt: No space left on device"}
+        assert await slot.read_text("/tmp/a.txt") == "one\n"
 
 
 def test_a_long_call_leaves_the_loop_to_others(at_desk: AtDesk) -> None:

@@ -126,81 +126,63 @@ def test_what_was_typed_before_the_question_is_no_answer(desk: Desk) -> None:
     assert asked(desk, approving, "n\r") is ApprovalAnswer.DENY
 
 
-def test_a_long_call_does_not_push_the_question_out_of_sight(desk: Desk) -> None:
+async def test_a_long_call_does_not_push_the_question_out_of_sight(desk: Desk) -> None:
     about = "The agent calls the tool 'pay' of the MCP server 'bank', which may change things"
     lines = "\n".join(map(str, range(500)))
     request = ApprovalRequest(lines, ["may change things"], "t", "the tool 'pay' of the MCP server 'bank'", {}, "k")
-
-    async def scenario() -> None:
-        asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(request))
-        await desk.sees(f"{about}:\r\n  | 0\r\n")
-        await desk.sees(f"  | 499\r\n{about}\r\nRun it? y: ")
-        desk.types("n\r")
-        assert await asking is ApprovalAnswer.DENY
-
-    asyncio.run(scenario())
+    asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(request))
+    await desk.sees(f"{about}:\r\n  | 0\r\n")
+    await desk.sees(f"  | 499\r\n{about}\r\nRun it? y: ")
+    desk.types("n\r")
+    assert await asking is ApprovalAnswer.DENY
 
 
-def test_what_a_model_wrote_cannot_pass_for_the_question(desk: Desk) -> None:
+async def test_what_a_model_wrote_cannot_pass_for_the_question(desk: Desk) -> None:
     sly = "rm -rf a\r\x1b[2J\nRun it? \u202e\x07"
-
-    async def scenario() -> None:
-        asking = asyncio.ensure_future(
-            TerminalPerson(desk.path).approve(ApprovalRequest(sly, ["deletes", "kills"], "t\x1b[0m"))
-        )
-        await desk.sees("A command of task t\\x1b[0m deletes, kills:\r\n")
-        await desk.sees("  | rm -rf a\\r\\x1b[2J\r\n  | Run it? \\u202e\\x07\r\nRun it? y: ")
-        desk.types("n\r")
-        assert await asking is ApprovalAnswer.DENY
-
-    asyncio.run(scenario())
+    asking = asyncio.ensure_future(
+        TerminalPerson(desk.path).approve(ApprovalRequest(sly, ["deletes", "kills"], "t\x1b[0m"))
+    )
+    await desk.sees("A command of task t\\x1b[0m deletes, kills:\r\n")
+    await desk.sees("  | rm -rf a\\r\\x1b[2J\r\n  | Run it? \\u202e\\x07\r\nRun it? y: ")
+    desk.types("n\r")
+    assert await asking is ApprovalAnswer.DENY
 
 
-def test_a_question_has_its_time_and_half_an_answer_is_none(desk: Desk) -> None:
-    async def scenario() -> None:
-        person = TerminalPerson(desk.path, timeout_s=0.3)
-        asking = asyncio.ensure_future(person.approve(REQUEST))
-        await desk.sees("[n] ")
-        desk.types("y")
-        assert await asking is ApprovalAnswer.DENY
-        await desk.sees("No answer in 0.3 s.")
-        assert await person.answer("Which?", []) is None
-
-    asyncio.run(scenario())
+async def test_a_question_has_its_time_and_half_an_answer_is_none(desk: Desk) -> None:
+    person = TerminalPerson(desk.path, timeout_s=0.3)
+    asking = asyncio.ensure_future(person.approve(REQUEST))
+    await desk.sees("[n] ")
+    desk.types("y")
+    assert await asking is ApprovalAnswer.DENY
+    await desk.sees("No answer in 0.3 s.")
+    assert await person.answer("Which?", []) is None
     os.set_blocking(desk.follower, False)
     with pytest.raises(BlockingIOError):
         os.read(desk.follower, 1)
 
 
-def test_questions_come_one_at_a_time_and_one_that_is_given_up_leaves_the_terminal(desk: Desk) -> None:
-    async def scenario() -> None:
-        person = TerminalPerson(desk.path)
-        first = asyncio.ensure_future(person.approve(REQUEST))
-        await desk.sees("[n] ")
-        second = asyncio.ensure_future(person.answer("Which?", []))
-        third = asyncio.ensure_future(person.answer("Where?", []))
-        first.cancel()
-        await desk.sees("  | Which?\r\nYour answer (Ctrl-C: none): ")
-        assert "Where" not in desk.shown
-        desk.types("this\r")
-        assert await second == "this"
-        await desk.sees("  | Where?\r\nYour answer (Ctrl-C: none): ")
-        desk.types("there\r")
-        assert await third == "there"
-
-    asyncio.run(scenario())
+async def test_questions_come_one_at_a_time_and_one_that_is_given_up_leaves_the_terminal(desk: Desk) -> None:
+    person = TerminalPerson(desk.path)
+    first = asyncio.ensure_future(person.approve(REQUEST))
+    await desk.sees("[n] ")
+    second = asyncio.ensure_future(person.answer("Which?", []))
+    third = asyncio.ensure_future(person.answer("Where?", []))
+    first.cancel()
+    await desk.sees("  | Which?\r\nYour answer (Ctrl-C: none): ")
+    assert "Where" not in desk.shown
+    desk.types("this\r")
+    assert await second == "this"
+    await desk.sees("  | Where?\r\nYour answer (Ctrl-C: none): ")
+    desk.types("there\r")
+    assert await third == "there"
 
 
-def test_a_terminal_that_is_hung_up_says_no() -> None:
+async def test_a_terminal_that_is_hung_up_says_no() -> None:
     desk = Desk()
-
-    async def scenario() -> None:
-        asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(REQUEST))
-        await desk.sees("[n] ")
-        os.close(desk.leader)
-        assert await asking is ApprovalAnswer.DENY
-
-    asyncio.run(scenario())
+    asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(REQUEST))
+    await desk.sees("[n] ")
+    os.close(desk.leader)
+    assert await asking is ApprovalAnswer.DENY
     os.close(desk.follower)
 
 
@@ -240,30 +222,25 @@ with ToolSession(shared=[Approvals(person.approve), User(person.answer)]) as ses
 
 
 @pytest.mark.slots
-def test_a_session_asks_at_the_terminal_it_was_started_from(desk: Desk) -> None:
+async def test_a_session_asks_at_the_terminal_it_was_started_from(desk: Desk) -> None:
     """The terminal controls the program, so that Ctrl-C would end it."""
     os.set_inheritable(desk.follower, True)
     becomes = f"import fcntl, os, termios; os.setsid(); fcntl.ioctl({desk.follower}, termios.TIOCSCTTY, 0)\n"
-
-    async def scenario() -> list[str]:
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-c", becomes + SCRIPT], stdout=asyncio.subprocess.PIPE, pass_fds=[desk.follower]
-        )
-        assert process.stdout is not None
-        for prompt, keys in (("[n] ", "\x03"), ("[n] ", "y\r"), ("none): ", "1\r")):
-            seeing = asyncio.ensure_future(desk.sees(prompt))
-            ending = asyncio.ensure_future(process.wait())
-            await asyncio.wait([seeing, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not seeing.done():
-                seeing.cancel()
-                break
-            await seeing
-            desk.types(keys)
-        told = (await process.stdout.read()).decode().splitlines()
-        assert await process.wait() == 0
-        return told
-
-    told = asyncio.run(scenario())
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-c", becomes + SCRIPT], stdout=asyncio.subprocess.PIPE, pass_fds=[desk.follower]
+    )
+    assert process.stdout is not None
+    for prompt, keys in (("[n] ", "\x03"), ("[n] ", "y\r"), ("none): ", "1\r")):
+        seeing = asyncio.ensure_future(desk.sees(prompt))
+        ending = asyncio.ensure_future(process.wait())
+        await asyncio.wait([seeing, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not seeing.done():
+            seeing.cancel()
+            break
+        await seeing
+        desk.types(keys)
+    told = (await process.stdout.read()).decode().splitlines()
+    assert await process.wait() == 0
     if told == ["SKIP"]:
         pytest.skip("no slots here")
     refused, after, allowed, said = map(json.loads, told)

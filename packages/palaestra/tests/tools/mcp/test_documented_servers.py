@@ -324,7 +324,7 @@ def test_the_model_reads_an_error_with_which_the_server_answers_the_call(session
     assert replies[1] == {"output": "sunny"}
 
 
-def test_calls_that_find_the_session_lost_together_open_one_new_session() -> None:
+async def test_calls_that_find_the_session_lost_together_open_one_new_session() -> None:
     lost = LOST["2025-06-18: 404 without a body"]
 
     async def scenario(config: MCPServerConfig) -> list[JSON]:
@@ -335,7 +335,7 @@ def test_calls_that_find_the_session_lost_together_open_one_new_session() -> Non
             return [json.loads(each) for each in await asyncio.gather(*calls)]
 
     with configured("http", {"sessions": True, "refused": [lost] * 4}) as config:
-        assert asyncio.run(asyncio.wait_for(scenario(config), 60)) == [{"output": "sunny"}] * 4
+        assert await asyncio.wait_for(scenario(config), 60) == [{"output": "sunny"}] * 4
 
 
 def test_a_tool_with_a_schema_of_no_draft_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,48 +54,45 @@ async def agent_of(**settings: JSON) -> AsyncIterator[Agent]:
         yield Agent(servers)
 
 
-def test_what_a_command_offers_is_a_toolset() -> None:
-    async def scenario() -> None:
-        settings = MCPServerConfig(
-            **command(env={"TOKEN": "${SECRET}-${OTHER:-x}"}, tools={"exclude": ["fail", "die"]}, max_reply_chars=200)
-        )
-        settings.take_variables({"SECRET": "s3"})
-        async with MCPServers({"test": settings}) as servers:
-            agent = Agent(servers)
-            assert agent.registry.list_tools()[:2] == ["mcp_test_add", "mcp_test_visit"]
-            assert agent.registry.get("mcp_test_fail") is None
-            assert agent.registry.get("mcp_test_die_once") is not None
-            assert agent.registry.parallel_safe() == {"mcp_test_add"}
-            (visit,) = (each for each in agent.registry.definitions() if each["function"]["name"] == "mcp_test_visit")
-            assert visit["function"]["description"] == "Go to a place."
-            assert visit["function"]["parameters"]["$defs"]["Place"]["required"] == ["city"]
+async def test_what_a_command_offers_is_a_toolset() -> None:
+    settings = MCPServerConfig(
+        **command(env={"TOKEN": "${SECRET}-${OTHER:-x}"}, tools={"exclude": ["fail", "die"]}, max_reply_chars=200)
+    )
+    settings.take_variables({"SECRET": "s3"})
+    async with MCPServers({"test": settings}) as servers:
+        agent = Agent(servers)
+        assert agent.registry.list_tools()[:2] == ["mcp_test_add", "mcp_test_visit"]
+        assert agent.registry.get("mcp_test_fail") is None
+        assert agent.registry.get("mcp_test_die_once") is not None
+        assert agent.registry.parallel_safe() == {"mcp_test_add"}
+        (visit,) = (each for each in agent.registry.definitions() if each["function"]["name"] == "mcp_test_visit")
+        assert visit["function"]["description"] == "Go to a place."
+        assert visit["function"]["parameters"]["$defs"]["Place"]["required"] == ["city"]
 
-            assert await agent.call("add", a=1, b=2) == {"output": "3"}
-            wrong = await agent.call("visit", place={"floor": 1})
-            assert "place" in wrong["error"]
-            assert "city" in wrong["error"]
-            went = json.loads(await agent.output("visit", place={"city": "Elis"}))
-            assert went == {"city": "Elis", "floor": 0, "tags": []}
-            shown = await agent.output("show")
-            assert shown.splitlines() == [
-                "look:",
-                "[image: image/png, 100 bytes, not shown]",
-                "[resource file:///notes.txt: notes, text/plain]",
-                "[resource mem://a]",
-                "inside",
-                "[resource mem://b: image/png, 100 bytes, not shown]",
-            ]
-            much = await agent.call("long", chars=5000)
-            assert len(much["output"]) < 300
-            assert "(4800 characters left out)" in much["output"]
-            assert much["output_total_chars"] == 5000
-            assert await asyncio.gather(agent.output("wait"), agent.output("release")) == ["released", "ok"]
-            assert await agent.output("variable", name="TOKEN") == "s3-x"
-
-    asyncio.run(scenario())
+        assert await agent.call("add", a=1, b=2) == {"output": "3"}
+        wrong = await agent.call("visit", place={"floor": 1})
+        assert "place" in wrong["error"]
+        assert "city" in wrong["error"]
+        went = json.loads(await agent.output("visit", place={"city": "Elis"}))
+        assert went == {"city": "Elis", "floor": 0, "tags": []}
+        shown = await agent.output("show")
+        assert shown.splitlines() == [
+            "look:",
+            "[image: image/png, 100 bytes, not shown]",
+            "[resource file:///notes.txt: notes, text/plain]",
+            "[resource mem://a]",
+            "inside",
+            "[resource mem://b: image/png, 100 bytes, not shown]",
+        ]
+        much = await agent.call("long", chars=5000)
+        assert len(much["output"]) < 300
+        assert "(4800 characters left out)" in much["output"]
+        assert much["output_total_chars"] == 5000
+        assert await asyncio.gather(agent.output("wait"), agent.output("release")) == ["released", "ok"]
+        assert await agent.output("variable", name="TOKEN") == "s3-x"
 
 
-def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() -> None:
+async def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() -> None:
     async def scenario(marker: str) -> list[int]:
         async with agent_of(**command()) as agent:
             failed = await agent.call("fail", why="no reason")
@@ -107,20 +104,19 @@ def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() -> Non
             assert living(*pids) == []  # the child too, which had left the server's group
             return [*pids, int(await agent.output("pid")), int(await agent.output("child"))]
 
-    pids = asyncio.run(scenario(f"/tmp/palaestra-mcp-{os.getpid()}"))
+    pids = await scenario(f"/tmp/palaestra-mcp-{os.getpid()}")
     Path(f"/tmp/palaestra-mcp-{os.getpid()}").unlink()
     assert len(set(pids)) == 4
     assert living(*pids) == []
 
 
-def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        old = str(Path(__file__).with_name("old_server.py"))
-        async with agent_of(command=sys.executable, args=["-S", old]) as agent:
-            assert agent.registry.list_tools() == ["mcp_test_echo", "mcp_test_more"]
-            assert [await agent.output("echo", text=text) for text in ("a", "b")] == ["a", "b"]
-
-    asyncio.run(scenario())
+async def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = str(Path(__file__).with_name("old_server.py"))
+    async with agent_of(command=sys.executable, args=["-S", old]) as agent:
+        assert agent.registry.list_tools() == ["mcp_test_echo", "mcp_test_more"]
+        assert [await agent.output("echo", text=text) for text in ("a", "b")] == ["a", "b"]
     told = [each.getMessage() for each in caplog.records if each.name.startswith("palaestra.tools.mcp")]
     assert told == ["MCP server 'test' has changed its tools; this run keeps those that it began with"]
 
@@ -128,81 +124,62 @@ def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog:
 @pytest.mark.parametrize(
     ("cursor", "tools"), [("", ["echo", "more"]), ("2", ["echo", "more"]), ("again", ["echo", "more"])]
 )
-def test_a_cursor_that_comes_again_ends_the_list(cursor: str, tools: list[str]) -> None:
-    async def scenario() -> None:
-        old = str(Path(__file__).with_name("old_server.py"))
-        async with agent_of(command=sys.executable, args=["-S", old, cursor]) as agent:
-            assert agent.registry.list_tools() == [f"mcp_test_{name}" for name in tools]
-
-    asyncio.run(scenario())
+async def test_a_cursor_that_comes_again_ends_the_list(cursor: str, tools: list[str]) -> None:
+    old = str(Path(__file__).with_name("old_server.py"))
+    async with agent_of(command=sys.executable, args=["-S", old, cursor]) as agent:
+        assert agent.registry.list_tools() == [f"mcp_test_{name}" for name in tools]
 
 
-def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     program = (
         f"import os, sys, time; open({str(told)!r}, 'w').write(str(os.getpid())); "
         "print('warming up', file=sys.stderr, flush=True); time.sleep(600)"
     )
-
-    async def scenario() -> None:
-        with pytest.raises(
-            ToolServerUnavailable, match=r"not ready after 6 s; raise its connect_timeout(?s:.*)warming up"
-        ):
-            async with agent_of(command=sys.executable, args=["-S", "-c", program], connect_timeout=6):
-                pass
-
-    asyncio.run(scenario())
+    with pytest.raises(ToolServerUnavailable, match=r"not ready after 6 s; raise its connect_timeout(?s:.*)warming up"):
+        async with agent_of(command=sys.executable, args=["-S", "-c", program], connect_timeout=6):
+            pass
     assert living(int(told.read_text())) == []
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
-    async def scenario() -> None:
-        async with MCPServers({"test": MCPServerConfig(command="no-such-program", required=False)}) as servers:
-            registry = build_tool_registry(servers.toolsets(), installed=servers.installed())
-            assert registry.list_tools() == []
-            assert "no-such-program cannot be run: No such file" in registry.missing["mcp-test"]
-        with pytest.raises(ToolServerUnavailable, match="no-such-program cannot be run"):
-            async with agent_of(command="no-such-program"):
-                pass
-
-    asyncio.run(scenario())
+async def test_a_program_that_is_not_there_is_named() -> None:
+    async with MCPServers({"test": MCPServerConfig(command="no-such-program", required=False)}) as servers:
+        registry = build_tool_registry(servers.toolsets(), installed=servers.installed())
+        assert registry.list_tools() == []
+        assert "no-such-program cannot be run: No such file" in registry.missing["mcp-test"]
+    with pytest.raises(ToolServerUnavailable, match="no-such-program cannot be run"):
+        async with agent_of(command="no-such-program"):
+            pass
 
 
 @pytest.mark.parametrize(("arguments", "warned"), [(["--api-key", "${T}"], True), (["--port", "80"], False)])
-def test_a_key_on_a_servers_command_line_is_a_warning_and_hidden(
+async def test_a_key_on_a_servers_command_line_is_a_warning_and_hidden(
     arguments: list[str], warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redaction, "_known", {})
     monkeypatch.setattr(redaction, "_known_pattern", None)
     config = MCPServerConfig(command="no-such-program", args=arguments, required=False)
     config.take_variables({"T": "plain-but-secret"})
-
-    async def scenario() -> None:
-        async with MCPServers({"test": config}):
-            pass
-
-    asyncio.run(scenario())
+    async with MCPServers({"test": config}):
+        pass
     assert ("MCP server 'test' contain a key" in caplog.text) is warned
     assert "plain-but-secret" not in caplog.text
     assert ("plain-but-secret" in redaction.redacted("it said plain-but-secret")) is not warned
 
 
-def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_gone() -> None:
-    async def scenario() -> None:
-        with http_server("sesame") as url:
-            with pytest.raises(ToolServerRefused, match="status 401: check its headers"):
-                async with agent_of(url=url, headers={"Authorization": "Bearer wrong"}):
-                    pass
-            async with agent_of(url=url, headers={"Authorization": "Bearer sesame"}) as agent:
-                assert await agent.output("add", a=1, b=2) == "3"
-                async with agent_of(url=url, headers={"Authorization": "Bearer sesame"}, timeout=0.2) as hasty:
-                    assert await hasty.call("wait") == {"error": "The tool did not answer within 0.2 s."}
-                assert await asyncio.gather(agent.output("wait"), agent.output("release")) == ["released", "ok"]
-                os.kill(int(await agent.output("pid")), signal.SIGKILL)
-                with pytest.raises(ToolServerUnavailable, match=f"'test' .*{url}.*could not be opened"):
-                    await agent.call("add", a=1, b=2)
-
-    asyncio.run(scenario())
+async def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_gone() -> None:
+    with http_server("sesame") as url:
+        with pytest.raises(ToolServerRefused, match="status 401: check its headers"):
+            async with agent_of(url=url, headers={"Authorization": "Bearer wrong"}):
+                pass
+        async with agent_of(url=url, headers={"Authorization": "Bearer sesame"}) as agent:
+            assert await agent.output("add", a=1, b=2) == "3"
+            async with agent_of(url=url, headers={"Authorization": "Bearer sesame"}, timeout=0.2) as hasty:
+                assert await hasty.call("wait") == {"error": "The tool did not answer within 0.2 s."}
+            assert await asyncio.gather(agent.output("wait"), agent.output("release")) == ["released", "ok"]
+            os.kill(int(await agent.output("pid")), signal.SIGKILL)
+            with pytest.raises(ToolServerUnavailable, match=f"'test' .*{url}.*could not be opened"):
+                await agent.call("add", a=1, b=2)
 
 
 def test_the_leash_ends_a_server_when_we_are_killed() -> None:

@@ -76,13 +76,10 @@ def test_the_worlds_failure_is_never_a_reply() -> None:
         handled("read_file", {"path": "a"})
 
 
-def test_a_tool_sees_who_it_runs_for_and_the_time_limit_of_its_call() -> None:
-    async def both() -> list[ToolReply]:
-        bound = tools(timeout_s=30.0)
-        calls = bound.call("misbehave", {"how": ""}), bound.call("misbehave", {"how": ""}, timeout_s=5.0)
-        return [(await each).reply for each in calls]
-
-    usual, limited = asyncio.run(both())
+async def test_a_tool_sees_who_it_runs_for_and_the_time_limit_of_its_call() -> None:
+    bound = tools(timeout_s=30.0)
+    calls = bound.call("misbehave", {"how": ""}), bound.call("misbehave", {"how": ""}, timeout_s=5.0)
+    usual, limited = [(await each).reply for each in calls]
     assert usual == {"timeout_s": 30.0, "task_id": "task-1", "user_task": "do it"}
     assert limited == {"timeout_s": 5.0, "task_id": "task-1", "user_task": "do it"}
 
@@ -123,15 +120,15 @@ def test_a_negative_exit_code_or_an_error_without_one_is_a_failure(reply: ToolRe
     assert ToolOutcome.of(reply).failed is failed
 
 
-def test_a_reply_that_cannot_be_written_as_json_is_a_failure_of_the_tool() -> None:
+async def test_a_reply_that_cannot_be_written_as_json_is_a_failure_of_the_tool() -> None:
     async def broken(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         return {"names": {"a"}}
 
     runtime = ToolRuntime(ToolRegistry([FunctionTool(ToolSchema("broken", ""), broken)]))
-    assert "TypeError" in asyncio.run(runtime.call("broken", "")).error
+    assert "TypeError" in (await runtime.call("broken", "")).error
 
 
-def test_middleware_surrounds_each_call_in_order_and_may_answer_it() -> None:
+async def test_middleware_surrounds_each_call_in_order_and_may_answer_it() -> None:
     seen: list[str] = []
 
     async def outer(call: CheckedCall, then: Next) -> ToolOutcome:
@@ -144,18 +141,14 @@ def test_middleware_surrounds_each_call_in_order_and_may_answer_it() -> None:
         return ToolOutcome.of("recorded") if call.arguments["how"] == "old" else await then(call)
 
     runtime = ToolRuntime(tools().registry, no_slot, "t", middleware=[outer, inner], conversation="subagent-1")
-
-    async def scenario() -> None:
-        await runtime.call("misbehave", {"how": "old"}, by_agent=True)
-        await runtime.call("misbehave", '{"how": "text"}')
-        await runtime.call("misbehave", {"how": 1})
-
-    asyncio.run(scenario())
+    await runtime.call("misbehave", {"how": "old"}, by_agent=True)
+    await runtime.call("misbehave", '{"how": "text"}')
+    await runtime.call("misbehave", {"how": 1})
     assert seen == ["misbehave True subagent-1", "recorded", "misbehave False subagent-1", "plain"]
 
 
-def test_a_runtime_without_a_slot_says_so_to_tools_that_need_one() -> None:
-    outcome = asyncio.run(ToolRuntime(ToolRegistry(builtin_tools())).call("terminal", {"command": "ls"}))
+async def test_a_runtime_without_a_slot_says_so_to_tools_that_need_one() -> None:
+    outcome = await ToolRuntime(ToolRegistry(builtin_tools())).call("terminal", {"command": "ls"})
     assert "there is none" in outcome.error
 
 
@@ -176,7 +169,7 @@ def test_the_slot_is_acquired_once_however_many_calls_ask() -> None:
     assert asked == 1
 
 
-def test_a_slot_that_could_not_be_had_is_asked_for_again() -> None:
+async def test_a_slot_that_could_not_be_had_is_asked_for_again() -> None:
     outcomes: list[Exception | None] = [SlotLost("first"), None]
 
     async def source() -> Slot:
@@ -185,11 +178,8 @@ def test_a_slot_that_could_not_be_had_is_asked_for_again() -> None:
             raise outcome
         return object()  # type: ignore[return-value]
 
-    async def scenario() -> None:
-        bound = ToolRuntime(ToolRegistry(), source, "task-1")
-        with pytest.raises(SlotLost):
-            await bound.slot()
+    bound = ToolRuntime(ToolRegistry(), source, "task-1")
+    with pytest.raises(SlotLost):
         await bound.slot()
-
-    asyncio.run(scenario())
+    await bound.slot()
     assert outcomes == []

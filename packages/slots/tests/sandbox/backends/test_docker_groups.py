@@ -112,7 +112,7 @@ def reaches(address: str) -> bool:
         return False
 
 
-def test_many_groups_begin_at_the_same_time_in_both_containers(daemon: Docker, root: str) -> None:
+async def test_many_groups_begin_at_the_same_time_in_both_containers(daemon: Docker, root: str) -> None:
     async def main() -> None:
         async with backend(daemon, slots_per_container=40) as slots:
             images = (root, None)
@@ -133,7 +133,7 @@ def test_many_groups_begin_at_the_same_time_in_both_containers(daemon: Docker, r
         for slot in others:
             await slots.destroy(slot)
 
-    asyncio.run(main())
+    await main()
 
 
 def kill_newest(daemon: Docker) -> None:
@@ -142,31 +142,25 @@ def kill_newest(daemon: Docker) -> None:
     subprocess.run([*command, "kill", newest], check=True, capture_output=True)
 
 
-def test_a_group_whose_first_container_is_killed_gets_no_second_network(daemon: Docker, root: str) -> None:
-    async def main() -> None:
-        async with backend(daemon) as slots:
-            others = [await slots.create(member("b", number, None), "other") for number in (2, 3)]
-            lead = await slots.create(member("a", 2, root), "lead")
-            await asyncio.to_thread(kill_newest, daemon)
-            with pytest.raises(SlotLost):
-                await lead.execute("true")
-            with pytest.raises(SandboxError, match="the slot server that made the group's network has ended"):
-                await slots.create(member("a", 3, None), "late")
-            await serve(others[0])
-            assert await ask(others[1], "198.19.0.2", "80") == ["hello"]
-
-    asyncio.run(main())
+async def test_a_group_whose_first_container_is_killed_gets_no_second_network(daemon: Docker, root: str) -> None:
+    async with backend(daemon) as slots:
+        others = [await slots.create(member("b", number, None), "other") for number in (2, 3)]
+        lead = await slots.create(member("a", 2, root), "lead")
+        await asyncio.to_thread(kill_newest, daemon)
+        with pytest.raises(SlotLost):
+            await lead.execute("true")
+        with pytest.raises(SandboxError, match="the slot server that made the group's network has ended"):
+            await slots.create(member("a", 3, None), "late")
+        await serve(others[0])
+        assert await ask(others[1], "198.19.0.2", "80") == ["hello"]
 
 
-def test_without_rights_slots_are_not_joined(daemon: Docker, root: str) -> None:
-    async def main() -> None:
-        async with backend(daemon, options=ContainerOptions()) as slots:
-            with pytest.raises(ConfigError, match="at confined: set docker_privileged"):
-                await slots.create(member("a", 2, None), "a")
-            with pytest.raises(ConfigError, match="docker_privileged"):
-                await slots.create(member("a", 2, root), "a")
-
-    asyncio.run(main())
+async def test_without_rights_slots_are_not_joined(daemon: Docker, root: str) -> None:
+    async with backend(daemon, options=ContainerOptions()) as slots:
+        with pytest.raises(ConfigError, match="at confined: set docker_privileged"):
+            await slots.create(member("a", 2, None), "a")
+        with pytest.raises(ConfigError, match="docker_privileged"):
+            await slots.create(member("a", 2, root), "a")
 
 
 def test_a_process_that_is_killed_leaves_no_container_and_no_network(daemon: Docker, root: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,18 +59,16 @@ def daemon(root: Path) -> Iterator[Docker]:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_by_path_may_have_accounts_of_its_own(name: str, daemon: Docker, root: Path, tmp_path: Path) -> None:
+async def test_an_image_by_path_may_have_accounts_of_its_own(
+    name: str, daemon: Docker, root: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "image"
     shutil.copytree(root, own, symlinks=True)
     IMAGES[name](own)
-
-    async def main() -> None:
-        options = ContainerOptions(privileged=True)
-        async with DockerBackend(IMAGE, hosts=[daemon.address], options=options) as backend:
-            slot = await backend.create(SlotSpec(str(own)), "t")
-            assert slot.rung is Rung.FULL
-            there = await slot.execute("ls -A /etc; cat /etc/shadow 2>/dev/null")
-            assert ("root:*" in there.output) == ((own / "etc/shadow").is_file())
-            await backend.destroy(slot)
-
-    asyncio.run(main())
+    options = ContainerOptions(privileged=True)
+    async with DockerBackend(IMAGE, hosts=[daemon.address], options=options) as backend:
+        slot = await backend.create(SlotSpec(str(own)), "t")
+        assert slot.rung is Rung.FULL
+        there = await slot.execute("ls -A /etc; cat /etc/shadow 2>/dev/null")
+        assert ("root:*" in there.output) == ((own / "etc/shadow").is_file())
+        await backend.destroy(slot)

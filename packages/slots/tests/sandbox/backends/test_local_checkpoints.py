@@ -321,23 +321,20 @@ def test_a_holder_of_a_slot_can_try_something_in_a_fork_of_it(on_each_rung: With
     on_each_rung(body)
 
 
-def test_a_rung_without_layers_says_so() -> None:
-    async def main() -> None:
-        backend = LocalBackend(rung=Rung.CONFINED)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            slot = await backend.create(SlotSpec(), "x")
-            with pytest.raises(SandboxError, match="checkpoint needs layers"):
-                await backend.checkpoint(slot)
-            with pytest.raises(SandboxError, match="checkpoint needs layers"):
-                async with slot.fork():
-                    pass
-            assert (await slot.execute("echo on")).output == "on\n"
-
-    asyncio.run(main())
+async def test_a_rung_without_layers_says_so() -> None:
+    backend = LocalBackend(rung=Rung.CONFINED)
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        slot = await backend.create(SlotSpec(), "x")
+        with pytest.raises(SandboxError, match="checkpoint needs layers"):
+            await backend.checkpoint(slot)
+        with pytest.raises(SandboxError, match="checkpoint needs layers"):
+            async with slot.fork():
+                pass
+        assert (await slot.execute("echo on")).output == "on\n"
 
 
 def test_the_pool_forks_a_lease_that_goes_on() -> None:

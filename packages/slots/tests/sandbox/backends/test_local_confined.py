@@ -554,12 +554,9 @@ def test_who_has_no_home_keeps_slots_workspaces_and_services_apart() -> None:
     assert ran.stdout == "both\n", ran.stderr[-2000:]
 
 
-def test_the_rung_none_is_never_chosen() -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            assert backend.rung >= Rung.CONFINED
-
-    asyncio.run(main())
+async def test_the_rung_none_is_never_chosen() -> None:
+    async with LocalBackend() as backend:
+        assert backend.rung >= Rung.CONFINED
 
 
 @pytest.mark.parametrize("rung", [Rung.CONFINED, Rung.NONE])
@@ -575,23 +572,20 @@ def test_commands_start_as_on_the_other_rungs(rung: Rung) -> None:
         confined(body, rung=rung)
 
 
-def test_a_pool_has_as_many_places_as_the_rung() -> None:
-    async def main() -> None:
-        pool = SlotPool(SlotPoolConfig(max_slots=3), LocalBackend(rung=Rung.CONFINED))
-        try:
-            await pool.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with pool:
-            assert pool.total_slots == (3 if ROOT else 1)
+async def test_a_pool_has_as_many_places_as_the_rung() -> None:
+    pool = SlotPool(SlotPoolConfig(max_slots=3), LocalBackend(rung=Rung.CONFINED))
+    try:
+        await pool.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with pool:
+        assert pool.total_slots == (3 if ROOT else 1)
 
-            async def use(name: str) -> str:
-                slot = await pool.acquire(name)
-                try:
-                    return (await slot.execute(f"echo {name}")).output.strip()
-                finally:
-                    await pool.release(slot)
+        async def use(name: str) -> str:
+            slot = await pool.acquire(name)
+            try:
+                return (await slot.execute(f"echo {name}")).output.strip()
+            finally:
+                await pool.release(slot)
 
-            assert await asyncio.gather(*map(use, "abcd")) == list("abcd")
-
-    asyncio.run(main())
+        assert await asyncio.gather(*map(use, "abcd")) == list("abcd")

@@ -37,26 +37,23 @@ def image(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))
-def test_a_tar_file_is_the_root_of_many_slots(rung: Rung, image: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        backend = LocalBackend(rung=rung, images=ImageStore(str(tmp_path / "store")))
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            spec = SlotSpec(image=str(image))
-            first, second = await asyncio.gather(backend.create(spec, "1"), backend.create(spec, "2"))
-            result = await first.execute("echo /bin/* /usr/*; echo mine > mine; cat mine; pwd; echo $UID")
-            assert result.output.splitlines() == ["/bin/bash /bin/cat /usr/*", "mine", "/workspace", "0"]
-            assert await second.stat("mine") is None
-            snapshot = await backend.seal(first)
-            third = await backend.create(spec, "3", snapshot)
-            assert await third.read_text("mine") == "mine\n"
-            [folder] = [path for path in (tmp_path / "store").iterdir() if (path / "bin").is_dir()]
-            assert not (folder / "workspace/mine").exists()
-
-    asyncio.run(main())
+async def test_a_tar_file_is_the_root_of_many_slots(rung: Rung, image: Path, tmp_path: Path) -> None:
+    backend = LocalBackend(rung=rung, images=ImageStore(str(tmp_path / "store")))
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        spec = SlotSpec(image=str(image))
+        first, second = await asyncio.gather(backend.create(spec, "1"), backend.create(spec, "2"))
+        result = await first.execute("echo /bin/* /usr/*; echo mine > mine; cat mine; pwd; echo $UID")
+        assert result.output.splitlines() == ["/bin/bash /bin/cat /usr/*", "mine", "/workspace", "0"]
+        assert await second.stat("mine") is None
+        snapshot = await backend.seal(first)
+        third = await backend.create(spec, "3", snapshot)
+        assert await third.read_text("mine") == "mine\n"
+        [folder] = [path for path in (tmp_path / "store").iterdir() if (path / "bin").is_dir()]
+        assert not (folder / "workspace/mine").exists()
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))
@@ -98,19 +95,16 @@ def test_localhost_and_the_resolver_are_in_slots_of_images(rung: Rung, own: str 
     asyncio.run(main())
 
 
-def test_an_image_that_cannot_be_used_is_named_and_harms_nobody(image: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        backend = LocalBackend(images=ImageStore(str(tmp_path / "store")))
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            (tmp_path / "broken.tar").write_bytes(image.read_bytes()[:100_000])
-            for name in ("missing", "broken.tar"):
-                with pytest.raises(ImageError, match=name):
-                    await backend.create(SlotSpec(image=str(tmp_path / name)), "test")
-            slot = await backend.create(SlotSpec(), "test")
-            assert (await slot.execute("echo fine")).output == "fine\n"
-
-    asyncio.run(main())
+async def test_an_image_that_cannot_be_used_is_named_and_harms_nobody(image: Path, tmp_path: Path) -> None:
+    backend = LocalBackend(images=ImageStore(str(tmp_path / "store")))
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        (tmp_path / "broken.tar").write_bytes(image.read_bytes()[:100_000])
+        for name in ("missing", "broken.tar"):
+            with pytest.raises(ImageError, match=name):
+                await backend.create(SlotSpec(image=str(tmp_path / name)), "test")
+        slot = await backend.create(SlotSpec(), "test")
+        assert (await slot.execute("echo fine")).output == "fine\n"

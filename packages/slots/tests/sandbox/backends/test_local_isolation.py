@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from pathlib import Path
@@ -214,23 +213,20 @@ def test_an_image_is_the_whole_root(on_each_rung: WithSlot, tmp_path: Path) -> N
     on_each_rung(body)
 
 
-def test_what_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    async def main() -> None:
-        for rung in (Rung.CONFINED, Rung.NONE):
-            with pytest.raises(ConfigError, match=rung.label):
-                await LocalBackend(rung=rung, require=Rung.USERNS).start()
-        with pytest.raises(ConfigError, match="userns"):
-            await LocalBackend(rung=Rung.USERNS, require=Rung.FULL).start()
-        with pytest.raises(ConfigError, match="best"):
-            LocalBackend.from_isolation("strong")
-        with pytest.raises(SandboxError, match="start"):
-            await LocalBackend().create(SlotSpec(), "early")
-        async with LocalBackend() as backend:
-            with pytest.raises(ConfigError, match="missing"):
-                await backend.create(SlotSpec(image=str(tmp_path / "missing")), "x")
-            with pytest.raises(ConfigError, match="not a directory on this machine"):
-                await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "missing"), "/opt/x"),)), "x")
-            with pytest.raises(ConfigError, match="absolute"):
-                await backend.create(SlotSpec(mounts=(Mount(str(tmp_path), "opt"),)), "x")
-
-    asyncio.run(main())
+async def test_what_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for rung in (Rung.CONFINED, Rung.NONE):
+        with pytest.raises(ConfigError, match=rung.label):
+            await LocalBackend(rung=rung, require=Rung.USERNS).start()
+    with pytest.raises(ConfigError, match="userns"):
+        await LocalBackend(rung=Rung.USERNS, require=Rung.FULL).start()
+    with pytest.raises(ConfigError, match="best"):
+        LocalBackend.from_isolation("strong")
+    with pytest.raises(SandboxError, match="start"):
+        await LocalBackend().create(SlotSpec(), "early")
+    async with LocalBackend() as backend:
+        with pytest.raises(ConfigError, match="missing"):
+            await backend.create(SlotSpec(image=str(tmp_path / "missing")), "x")
+        with pytest.raises(ConfigError, match="not a directory on this machine"):
+            await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "missing"), "/opt/x"),)), "x")
+        with pytest.raises(ConfigError, match="absolute"):
+            await backend.create(SlotSpec(mounts=(Mount(str(tmp_path), "opt"),)), "x")

@@ -100,88 +100,73 @@ def test_a_child_that_a_killed_client_had_forked_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("victim", ["slotd", "watcher"])
-def test_a_killed_server_leaves_nothing_and_its_calls_fail(victim: str) -> None:
-    async def main() -> None:
-        backend = LocalBackend()
-        await backend.start()
-        slot = await backend.create(SlotSpec(), "a")
-        running = asyncio.ensure_future(slot.execute("setsid sleep 1000 & sleep 1000"))
-        ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
-        server = next(p.pid for p in descendants(backend.server_pid) if p.parent == backend.server_pid)
-        await slot.read_bytes("/etc/hosts")
-        os.kill(server if victim == "slotd" else backend.server_pid, signal.SIGKILL)
+async def test_a_killed_server_leaves_nothing_and_its_calls_fail(victim: str) -> None:
+    backend = LocalBackend()
+    await backend.start()
+    slot = await backend.create(SlotSpec(), "a")
+    running = asyncio.ensure_future(slot.execute("setsid sleep 1000 & sleep 1000"))
+    ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
+    server = next(p.pid for p in descendants(backend.server_pid) if p.parent == backend.server_pid)
+    await slot.read_bytes("/etc/hosts")
+    os.kill(server if victim == "slotd" else backend.server_pid, signal.SIGKILL)
+    with pytest.raises(SlotLost):
+        await running
+    with pytest.raises(SandboxError):
+        await slot.execute("true")
+    await backend.aclose()
+    if victim == "watcher":
+        async with LocalBackend():  # the next start removes what nobody was left to remove
+            pass
+    assert_gone(ours)
+
+
+async def test_a_run_goes_on_after_its_server_died() -> None:
+    async with LocalBackend() as backend:
+        old = await backend.create(SlotSpec(), "old")
+        snapshot = await backend.seal(await backend.create(SlotSpec(), "sealed"))
+        os.kill(backend.server_pid, signal.SIGKILL)
         with pytest.raises(SlotLost):
-            await running
-        with pytest.raises(SandboxError):
-            await slot.execute("true")
-        await backend.aclose()
-        if victim == "watcher":
-            async with LocalBackend():  # the next start removes what nobody was left to remove
-                pass
-        assert_gone(ours)
-
-    asyncio.run(main())
-
-
-def test_a_run_goes_on_after_its_server_died() -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            old = await backend.create(SlotSpec(), "old")
-            snapshot = await backend.seal(await backend.create(SlotSpec(), "sealed"))
-            os.kill(backend.server_pid, signal.SIGKILL)
-            with pytest.raises(SlotLost):
-                await old.execute("sleep 1000", timeout_s=1000)
-            new = await backend.create(SlotSpec(), "new")
-            assert new.epoch > old.epoch
-            assert (await new.execute("echo on")).output == "on\n"
-            with pytest.raises(SlotLost):
-                await old.execute("true")
-            with pytest.raises(SandboxError, match="layer-"):
-                await backend.create(SlotSpec(), "fork", snapshot)
-            await backend.destroy(old)
-
-    asyncio.run(main())
+            await old.execute("sleep 1000", timeout_s=1000)
+        new = await backend.create(SlotSpec(), "new")
+        assert new.epoch > old.epoch
+        assert (await new.execute("echo on")).output == "on\n"
+        with pytest.raises(SlotLost):
+            await old.execute("true")
+        with pytest.raises(SandboxError, match="layer-"):
+            await backend.create(SlotSpec(), "fork", snapshot)
+        await backend.destroy(old)
 
 
-def test_closing_leaves_nothing_and_can_be_repeated() -> None:
-    async def main() -> None:
-        backend = LocalBackend()
-        await backend.start()
-        await backend.start()
-        for number in range(3):
-            await (await backend.create(SlotSpec(), str(number))).execute("sleep 1000 &")
-        ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
-        await backend.aclose()
-        assert leftovers(ours) == []
-        await backend.aclose()
-
-    asyncio.run(main())
+async def test_closing_leaves_nothing_and_can_be_repeated() -> None:
+    backend = LocalBackend()
+    await backend.start()
+    await backend.start()
+    for number in range(3):
+        await (await backend.create(SlotSpec(), str(number))).execute("sleep 1000 &")
+    ours = {process.pid for process in descendants(backend.server_pid)} | {backend.server_pid}
+    await backend.aclose()
+    assert leftovers(ours) == []
+    await backend.aclose()
 
 
-def test_a_cancelled_create_leaves_no_slot() -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            for _ in range(5):
-                creating = asyncio.ensure_future(backend.create(SlotSpec(), "x"))
-                await asyncio.sleep(0)
-                creating.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await creating
-            assert [process for process in descendants(backend.server_pid) if process.name == "slot-init"] == []
-
-    asyncio.run(main())
+async def test_a_cancelled_create_leaves_no_slot() -> None:
+    async with LocalBackend() as backend:
+        for _ in range(5):
+            creating = asyncio.ensure_future(backend.create(SlotSpec(), "x"))
+            await asyncio.sleep(0)
+            creating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+        assert [process for process in descendants(backend.server_pid) if process.name == "slot-init"] == []
 
 
-def test_destroying_ends_every_process_before_it_returns() -> None:
-    async def main() -> None:
-        async with LocalBackend() as backend:
-            slot = await backend.create(SlotSpec(), "x")
-            await slot.execute("for i in $(seq 50); do setsid sleep 1000 & done")
-            await backend.destroy(slot)
-            await backend.destroy(slot)
-            assert [process.name for process in descendants(backend.server_pid)] == ["slotd"]
-
-    asyncio.run(main())
+async def test_destroying_ends_every_process_before_it_returns() -> None:
+    async with LocalBackend() as backend:
+        slot = await backend.create(SlotSpec(), "x")
+        await slot.execute("for i in $(seq 50); do setsid sleep 1000 & done")
+        await backend.destroy(slot)
+        await backend.destroy(slot)
+        assert [process.name for process in descendants(backend.server_pid)] == ["slotd"]
 
 
 FILL = "mkdir {0}; cat /dev/zero > {0}/fill; cat /dev/zero > /tmp/fill{0}; : > {0}; mkdir {0}/d; : > {0}/d/x"
@@ -206,29 +191,25 @@ def test_a_slot_whose_memory_is_used_up_by_files_still_runs_commands(on_full: Wi
     on_full(body)
 
 
-def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_sealed() -> None:
+async def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_sealed() -> None:
     """In control groups of version 2, the first process shares the memory of its slot's commands."""
-
-    async def main() -> None:
-        try:
-            backend = LocalBackend(rung=Rung.FULL)
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            share_memory_with_inits()
-            limits = Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)
-            slot = await backend.create(SlotSpec(limits=limits), "greedy")
-            await slot.execute("echo kept > answer.txt")
-            with pytest.raises(SlotEnded, match="used up its memory"):
-                await repeat(slot, FILL)
-            with pytest.raises(SlotEnded):
-                await slot.read_text("answer.txt")
-            sealed = await backend.seal(slot)
-            after = await backend.create(SlotSpec(), "after", sealed)
-            assert await after.read_text("answer.txt") == "kept\n"
-
-    asyncio.run(main())
+    try:
+        backend = LocalBackend(rung=Rung.FULL)
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        share_memory_with_inits()
+        limits = Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)
+        slot = await backend.create(SlotSpec(limits=limits), "greedy")
+        await slot.execute("echo kept > answer.txt")
+        with pytest.raises(SlotEnded, match="used up its memory"):
+            await repeat(slot, FILL)
+        with pytest.raises(SlotEnded):
+            await slot.read_text("answer.txt")
+        sealed = await backend.seal(slot)
+        after = await backend.create(SlotSpec(), "after", sealed)
+        assert await after.read_text("answer.txt") == "kept\n"
 
 
 def inits() -> set[int]:
@@ -252,77 +233,67 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGSTOP", "SIGTSTP", "SIGKILL"])
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
-def test_signals_to_each_next_process_hold_no_command_beyond_its_limit(rung: Rung, name: str) -> None:
+async def test_signals_to_each_next_process_hold_no_command_beyond_its_limit(rung: Rung, name: str) -> None:
     """They hit the children of the first process before these execute the programs of commands."""
-
-    async def main() -> None:
-        backend = LocalBackend(rung=rung)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            slot, other = [await backend.create(SlotSpec(), name) for name in ("flooded", "other")]
-            await slot.write_text("flood.py", FLOOD)
-            begin = f"for i in 1 2; do setsid python3 flood.py {name} </dev/null >/dev/null 2>&1 & done; sleep 0.3"
-            await slot.execute(begin)
-            for _ in range(12):
-                begun = time.monotonic()
-                assert (await slot.execute(":", timeout_s=0.5)).exit_code in {0, 124, 137}
-                assert time.monotonic() - begun < 8
-            assert (await other.execute("echo on")).output == "on\n"
-            await backend.seal(slot)
 
     if rung is Rung.CONFINED and os.geteuid() != 0:
         pytest.skip("the commands run as the user of the first process, and stop it")
-    asyncio.run(main())
+    backend = LocalBackend(rung=rung)
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        slot, other = [await backend.create(SlotSpec(), name) for name in ("flooded", "other")]
+        await slot.write_text("flood.py", FLOOD)
+        begin = f"for i in 1 2; do setsid python3 flood.py {name} </dev/null >/dev/null 2>&1 & done; sleep 0.3"
+        await slot.execute(begin)
+        for _ in range(12):
+            begun = time.monotonic()
+            assert (await slot.execute(":", timeout_s=0.5)).exit_code in {0, 124, 137}
+            assert time.monotonic() - begun < 8
+        assert (await other.execute("echo on")).output == "on\n"
+        await backend.seal(slot)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
-def test_a_slot_that_hangs_while_its_server_lives_was_ended_by_its_commands(rung: Rung) -> None:
+async def test_a_slot_that_hangs_while_its_server_lives_was_ended_by_its_commands(rung: Rung) -> None:
     """However they did it: here, a signal from outside stands for a way that nobody knows yet."""
-
-    async def main() -> None:
-        backend = LocalBackend(rung=rung)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            before = inits()
-            slot = await backend.create(SlotSpec(), "hung")
-            await slot.execute("echo kept > answer.txt")
-            (own,) = inits() - before
-            os.kill(own, signal.SIGSTOP)
-            with pytest.raises(SlotEnded, match="stopped its first process"):
-                await slot.execute(":", timeout_s=0.1)
-            after = await backend.create(SlotSpec(), "after", await backend.seal(slot))
-            assert await after.read_text("answer.txt") == "kept\n"
-
-    asyncio.run(main())
+    backend = LocalBackend(rung=rung)
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        before = inits()
+        slot = await backend.create(SlotSpec(), "hung")
+        await slot.execute("echo kept > answer.txt")
+        (own,) = inits() - before
+        os.kill(own, signal.SIGSTOP)
+        with pytest.raises(SlotEnded, match="stopped its first process"):
+            await slot.execute(":", timeout_s=0.1)
+        after = await backend.create(SlotSpec(), "after", await backend.seal(slot))
+        assert await after.read_text("answer.txt") == "kept\n"
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
-def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_its_files(rung: Rung) -> None:
-    async def main() -> None:
-        backend = LocalBackend(rung=rung)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            before = inits()  # of the servers that other tests share
-            slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=64 << 20)), "killed")
-            await slot.execute("python3 -c 'bytearray(1 << 30)'")  # at `full`, the kernel has killed a command
-            (own,) = inits() - before
-            os.kill(own, signal.SIGKILL)
-            with pytest.raises(SlotLost) as lost:
-                await repeat(slot, "sleep 5; : {0}")
-            assert not isinstance(lost.value, SlotEnded)
-            with pytest.raises(SlotLost, match="died before it was sealed"):
-                await backend.seal(slot)
-
+async def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_its_files(rung: Rung) -> None:
     if rung is Rung.CONFINED and os.geteuid() != 0:
         pytest.skip("a command could have killed it, because the slot has no user of its own")
-    asyncio.run(main())
+    backend = LocalBackend(rung=rung)
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        before = inits()  # of the servers that other tests share
+        slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=64 << 20)), "killed")
+        await slot.execute("python3 -c 'bytearray(1 << 30)'")  # at `full`, the kernel has killed a command
+        (own,) = inits() - before
+        os.kill(own, signal.SIGKILL)
+        with pytest.raises(SlotLost) as lost:
+            await repeat(slot, "sleep 5; : {0}")
+        assert not isinstance(lost.value, SlotEnded)
+        with pytest.raises(SlotLost, match="died before it was sealed"):
+            await backend.seal(slot)

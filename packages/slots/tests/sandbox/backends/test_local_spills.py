@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from palaestra_slots.core.errors import IsolationUnavailable
@@ -16,24 +14,21 @@ pytestmark = pytest.mark.slots
 
 
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: str(rung.label))
-def test_what_was_left_out_is_there_for_commands_and_for_the_holder(rung: Rung) -> None:
-    async def main() -> None:
-        backend = LocalBackend(rung=rung)
-        try:
-            await backend.start()
-        except IsolationUnavailable as error:
-            pytest.skip(str(error))
-        async with backend:
-            slot = await backend.create(SlotSpec(), "test")
-            result = await slot.execute("seq 100000", max_output_bytes=100)
-            path = result.metadata["full_output_path"]
-            assert result.metadata["full_output_bytes"] == 588_895
-            assert f"588795 of 588895 bytes left out; the whole output is in {path}" in result.output
-            assert (await slot.execute(f"md5sum < {path}; seq 100000 | md5sum; : >> {path}")).output.count(" -\n") == 2
-            assert (await slot.read_text(path)).endswith("\n100000\n")
-            assert await slot.changes() == [] or rung is Rung.CONFINED
-
-    asyncio.run(main())
+async def test_what_was_left_out_is_there_for_commands_and_for_the_holder(rung: Rung) -> None:
+    backend = LocalBackend(rung=rung)
+    try:
+        await backend.start()
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    async with backend:
+        slot = await backend.create(SlotSpec(), "test")
+        result = await slot.execute("seq 100000", max_output_bytes=100)
+        path = result.metadata["full_output_path"]
+        assert result.metadata["full_output_bytes"] == 588_895
+        assert f"588795 of 588895 bytes left out; the whole output is in {path}" in result.output
+        assert (await slot.execute(f"md5sum < {path}; seq 100000 | md5sum; : >> {path}")).output.count(" -\n") == 2
+        assert (await slot.read_text(path)).endswith("\n100000\n")
+        assert await slot.changes() == [] or rung is Rung.CONFINED
 
 
 def test_nothing_is_spilled_that_fits_or_is_not_wanted(with_slot: WithSlot) -> None:

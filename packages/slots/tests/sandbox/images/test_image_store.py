@@ -196,42 +196,34 @@ def test_a_file_is_unpacked_once_and_anew_when_it_has_changed(tmp_path: Path) ->
     assert (directory(store, image) / "new").exists()
 
 
-def test_what_is_used_least_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
+async def test_what_is_used_least_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
     images = [tmp_path / f"{number}.tar" for number in range(3)]
     for number, image in enumerate(images):
         image.write_bytes(tar([*ROOT, (f"usr/{number}", bytes(1000))]))
-
-    async def main() -> None:
-        in_use = ImageStore(str(tmp_path / "store"), max_bytes=2500)
-        other = ImageStore(str(tmp_path / "store"), max_bytes=2500)
-        first = await in_use.directory(str(images[0]))
-        second = await other.directory(str(images[1]))
-        await other.aclose()
-        os.utime(f"{first}.json", (1, 1))  # used longest ago, and still in use
-        third = await other.directory(str(images[2]))
-        assert (os.path.isdir(first), os.path.isdir(second), os.path.isdir(third)) == (True, False, True)
-        await in_use.aclose()
-        await other.aclose()
-
-    asyncio.run(main())
+    in_use = ImageStore(str(tmp_path / "store"), max_bytes=2500)
+    other = ImageStore(str(tmp_path / "store"), max_bytes=2500)
+    first = await in_use.directory(str(images[0]))
+    second = await other.directory(str(images[1]))
+    await other.aclose()
+    os.utime(f"{first}.json", (1, 1))  # used longest ago, and still in use
+    third = await other.directory(str(images[2]))
+    assert (os.path.isdir(first), os.path.isdir(second), os.path.isdir(third)) == (True, False, True)
+    await in_use.aclose()
+    await other.aclose()
 
 
-def test_an_image_that_another_process_removes_is_no_error(tmp_path: Path) -> None:
+async def test_an_image_that_another_process_removes_is_no_error(tmp_path: Path) -> None:
     images = [tmp_path / f"{number}.tar" for number in range(3)]
     for number, image in enumerate(images):
         image.write_bytes(tar([*ROOT, (f"usr/{number}", bytes(1000))]))
-
-    async def main() -> None:
-        store = ImageStore(str(tmp_path / "store"), max_bytes=2500)
-        first = await store.directory(str(images[0]))
-        await store.aclose()
-        shutil.rmtree(first)  # its record stays, as after a kill between the two
-        for image in images[1:]:
-            assert os.path.isdir(await store.directory(str(image)))
-        assert not os.path.exists(f"{first}.json")
-        await store.aclose()
-
-    asyncio.run(main())
+    store = ImageStore(str(tmp_path / "store"), max_bytes=2500)
+    first = await store.directory(str(images[0]))
+    await store.aclose()
+    shutil.rmtree(first)  # its record stays, as after a kill between the two
+    for image in images[1:]:
+        assert os.path.isdir(await store.directory(str(image)))
+    assert not os.path.exists(f"{first}.json")
+    await store.aclose()
 
 
 def _unpack(store: str, image: str) -> None:
@@ -251,22 +243,18 @@ def test_many_processes_unpack_one_image_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "store/partial") == []
 
 
-def test_a_caller_that_gives_up_leaves_nothing_half_done(tmp_path: Path) -> None:
+async def test_a_caller_that_gives_up_leaves_nothing_half_done(tmp_path: Path) -> None:
     image = tmp_path / "root.tar"
     image.write_bytes(tar([*ROOT, *((f"usr/{number}", bytes(100)) for number in range(20_000))]))
-
-    async def main() -> None:
-        store = ImageStore(str(tmp_path / "store"))
-        asking = asyncio.ensure_future(store.directory(str(image)))
-        partial = tmp_path / "store/partial"
-        while not partial.exists() or not os.listdir(partial):  # noqa: ASYNC110 - a thread makes it
-            await asyncio.sleep(0)
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asking
-        await store.aclose()
-
-    asyncio.run(main())
+    store = ImageStore(str(tmp_path / "store"))
+    asking = asyncio.ensure_future(store.directory(str(image)))
+    partial = tmp_path / "store/partial"
+    while not partial.exists() or not os.listdir(partial):  # noqa: ASYNC110 - a thread makes it
+        await asyncio.sleep(0)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await store.aclose()
     assert os.listdir(tmp_path / "store/partial") == []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from palaestra_slots.core.errors import IsolationUnavailable
@@ -15,23 +13,20 @@ from palaestra_slots.sandbox.slot import Rung
 pytestmark = pytest.mark.slots
 
 
-def test_every_rung_has_a_line_and_what_it_says_is_so() -> None:
-    async def main() -> None:
-        steps = {step.rung: step for step in await probe()}
-        assert list(steps) == [Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE]
-        for rung, step in steps.items():
-            assert step.reason
-            assert bool(step.covers) == step.available
-            backend = LocalBackend(rung=rung)
-            try:
-                await backend.start()
-                assert step.available
-            except IsolationUnavailable:
-                assert not step.available
-            finally:
-                await backend.aclose()
-
-    asyncio.run(main())
+async def test_every_rung_has_a_line_and_what_it_says_is_so() -> None:
+    steps = {step.rung: step for step in await probe()}
+    assert list(steps) == [Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE]
+    for rung, step in steps.items():
+        assert step.reason
+        assert bool(step.covers) == step.available
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+            assert step.available
+        except IsolationUnavailable:
+            assert not step.available
+        finally:
+            await backend.aclose()
 
 
 def test_the_proof_can_fail() -> None:

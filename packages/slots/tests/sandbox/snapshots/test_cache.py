@@ -132,17 +132,14 @@ async def _outcome(call: Awaitable[object]) -> str:
     return ""
 
 
-def test_two_runs_prepare_a_recipe_once(tmp_path: Path) -> None:
+async def test_two_runs_prepare_a_recipe_once(tmp_path: Path) -> None:
     async def one() -> str:
         async with LocalBackend(rung=Rung.USERNS) as backend:
             return await shown(
                 backend, await Prepared(backend, SnapshotStore(tmp_path / "s").open).get(MADE), "cat made"
             )
 
-    async def main() -> None:
-        assert len(set(await asyncio.gather(one(), one()))) == 1
-
-    asyncio.run(main())
+    assert len(set(await asyncio.gather(one(), one()))) == 1
 
 
 def test_what_is_in_use_is_not_evicted(tmp_path: Path) -> None:
@@ -209,17 +206,13 @@ def test_what_is_taken_is_the_callers_to_forget(tmp_path: Path) -> None:
     on(Rung.USERNS, body)
 
 
-def test_only_halves_that_nobody_holds_are_swept(tmp_path: Path) -> None:
+async def test_only_halves_that_nobody_holds_are_swept(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "store")
     (store.folder / "new-dead" / "layers").mkdir(parents=True)
     (store.folder / "new-dead" / "layers").chmod(0)
-
-    async def main() -> None:
-        async with store.new() as path:
-            assert store.sweep() == 1
-            assert path.exists()
-
-    asyncio.run(main())
+    async with store.new() as path:
+        assert store.sweep() == 1
+        assert path.exists()
     assert list(store.folder.iterdir()) == []
 
 

@@ -126,14 +126,14 @@ def test_bytes_of_another_hash_are_refused(tmp_path: Path) -> None:
     with_index(scenario, archive=ARCHIVE + b"x")
 
 
-def test_an_index_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+async def test_an_index_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_index(tmp_path, url="http://127.0.0.1:1/simple") as index:
             assert isinstance(index, PackageIndex)
             await index.find("mini", "1.0")
 
     with pytest.raises(PrepareError, match="cannot be read"):
-        asyncio.run(scenario())
+        await scenario()
 
 
 def test_an_archive_that_leaves_its_directory_is_refused() -> None:

@@ -192,22 +192,19 @@ def test_services_are_reached_by_name(tmp_path: Path) -> None:
     in_box(tmp_path, do, COMPOSE)
 
 
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with TaskSandboxes(TaskSandboxSettings(base_image="host", workspace_store=str(tmp_path / "s"))) as all_:
-            with pytest.raises(TaskError, match="copies from another image"):
-                await all_.open(spec(tmp_path, "FROM a:1\nCOPY --from=b:1 /x /x\n"))
-            with pytest.raises(TaskError, match=r"services.main.privileged"):
-                await all_.open(spec(tmp_path, compose="services:\n  main: {build: ., privileged: true}\n"))
-            (tmp_path / "task/environment/docker-compose.yaml").unlink()
-            (tmp_path / "task/environment/Dockerfile").unlink()
-            with pytest.raises(ConfigError, match="environment/Dockerfile is missing"):
-                await all_.open(TaskSandboxSpec("task", tmp_path / "task/environment"))
-
-    asyncio.run(main())
+async def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path) -> None:
+    async with TaskSandboxes(TaskSandboxSettings(base_image="host", workspace_store=str(tmp_path / "s"))) as all_:
+        with pytest.raises(TaskError, match="copies from another image"):
+            await all_.open(spec(tmp_path, "FROM a:1\nCOPY --from=b:1 /x /x\n"))
+        with pytest.raises(TaskError, match=r"services.main.privileged"):
+            await all_.open(spec(tmp_path, compose="services:\n  main: {build: ., privileged: true}\n"))
+        (tmp_path / "task/environment/docker-compose.yaml").unlink()
+        (tmp_path / "task/environment/Dockerfile").unlink()
+        with pytest.raises(ConfigError, match="environment/Dockerfile is missing"):
+            await all_.open(TaskSandboxSpec("task", tmp_path / "task/environment"))
 
 
-def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) -> None:
+async def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) -> None:
     settings = TaskSandboxSettings(base_image="host", workspace_store=str(tmp_path / "store"))
 
     seen: list[str] = []
@@ -218,15 +215,12 @@ def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) -> Non
         finally:  # as a harness collects its logs after Ctrl-C
             seen.append((await box.execute("sleep 0.1; cat built.txt")).output)
 
-    async def main() -> int:
-        first, second = await asyncio.gather(TaskSandboxes.of_loop(settings), TaskSandboxes.of_loop(settings))
-        assert first is second
-        working.add(asyncio.create_task(work(await first.open(spec(tmp_path)))))
-        await asyncio.sleep(0.05)
-        return first.server_pid
-
     working: set[asyncio.Task[None]] = set()
-    pid = asyncio.run(main())
+    first, second = await asyncio.gather(TaskSandboxes.of_loop(settings), TaskSandboxes.of_loop(settings))
+    assert first is second
+    working.add(asyncio.create_task(work(await first.open(spec(tmp_path)))))
+    await asyncio.sleep(0.05)
+    pid = first.server_pid
     assert seen == ["built\n"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -171,7 +171,7 @@ def test_each_attempt_has_a_span(tmp_path: Path) -> None:
     assert [facts(span).get("palaestra.reward") for span in named(spans, "rollout")] == [None, 1.0]
 
 
-def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None:
+async def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None:
     class Own:
         async def chat_completion(self, **request: JSON) -> JSON:
             return {"choices": [{"message": {"content": "hi"}}]}
@@ -180,7 +180,7 @@ def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None
     tracers.add_span_processor(SimpleSpanProcessor(kept))
     tracing = Spans(tracers.get_tracer("t"), env="e", model="m", provider="p", run_id="r")
     server = MiddlewareServer(Own(), [tracing.chat("x/0")])
-    assert asyncio.run(server.chat_completion(messages=[]))["choices"]  # type: ignore[index]
+    assert (await server.chat_completion(messages=[]))["choices"]  # type: ignore[index]
     assert [span.name for span in kept.get_finished_spans()] == ["chat m"]
 
 
@@ -195,7 +195,7 @@ async def sent_to(endpoint: str, shared: RunContext) -> list[str]:
     return notes
 
 
-def test_a_collector_gets_every_span_over_http(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_collector_gets_every_span_over_http(tmp_path: Path, unused_tcp_port: int) -> None:
     names: list[str] = []
 
     async def collect(request: web.Request) -> web.Response:
@@ -215,11 +215,11 @@ def test_a_collector_gets_every_span_over_http(tmp_path: Path, unused_tcp_port: 
         finally:
             await runner.cleanup()
 
-    assert asyncio.run(main()) == []
+    assert await main() == []
     assert (names.count("chat m"), names.count("execute_tool add"), names.count("rollout")) == (4, 2, 2)
 
 
-def test_half_a_surrogate_pair_costs_no_spans() -> None:
+async def test_half_a_surrogate_pair_costs_no_spans() -> None:
     """Models write them in calls; a batch with one in a name could not be encoded."""
     kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(kept))
@@ -229,14 +229,16 @@ def test_half_a_surrogate_pair_costs_no_spans() -> None:
         return ToolOutcome({}, '{"output": "a\ud83db"}')
 
     call = CheckedCall(FunctionTool(ToolSchema("x\ud83dy", ""), add), {}, ToolRun(), by_agent=True)
-    asyncio.run(tracing.tool("r/0")(call, odd))  # type: ignore[arg-type]
+    await tracing.tool("r/0")(call, odd)  # type: ignore[arg-type]
     encoded = encode_spans(kept.get_finished_spans()).SerializeToString()
     assert b"execute_tool x?y" in encoded
     assert b"a?b" in encoded
     tracers.shutdown()
 
 
-def test_a_collector_that_refuses_is_one_warning_and_the_run_goes_on(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_collector_that_refuses_is_one_warning_and_the_run_goes_on(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=400)
 
@@ -251,7 +253,7 @@ def test_a_collector_that_refuses_is_one_warning_and_the_run_goes_on(tmp_path: P
         finally:
             await runner.cleanup()
 
-    (note,) = asyncio.run(main())
+    (note,) = await main()
     assert note.startswith(f"WARNING: spans cannot be sent to http://127.0.0.1:{unused_tcp_port}/spans")
 
 
@@ -260,15 +262,12 @@ def test_the_path_of_the_protocol_is_added_where_there_is_none() -> None:
     assert traces_url("https://c/otlp/traces") == "https://c/otlp/traces"
 
 
-def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     notes: list[str] = []
-
-    async def main() -> Spans | None:
-        endpoint = "http://127.0.0.1:9"
-        async with traced(endpoint, notes.append, env="e", model="m", provider="p", run_id="r") as tracing:
-            return tracing
-
-    assert asyncio.run(main()) is None
+    endpoint = "http://127.0.0.1:9"
+    async with traced(endpoint, notes.append, env="e", model="m", provider="p", run_id="r") as tracing:
+        pass
+    assert tracing is None
     (note,) = notes
     assert "[otel]'" in note

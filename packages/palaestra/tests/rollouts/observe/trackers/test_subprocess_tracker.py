@@ -52,11 +52,11 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             part = b""
 
 
-def test_weights_and_biases_writes_offline_what_it_was_told(tmp_path: Path) -> None:
+async def test_weights_and_biases_writes_offline_what_it_was_told(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    notes = asyncio.run(tracked("wandb", label(tmp_path, mode="offline", settings={"env": {"group_size": 4}})))
+    notes = await tracked("wandb", label(tmp_path, mode="offline", settings={"env": {"group_size": 4}}))
     assert notes == [], (tmp_path / "wandb.log").read_text()
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     history, runs = [], []
@@ -83,19 +83,21 @@ def _modes(folder: Path) -> dict[str, str]:
     return {str(path): oct(path.stat().st_mode) for path in found if path.stat().st_mode & 0o077}
 
 
-def test_the_files_of_weights_and_biases_are_for_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_files_of_weights_and_biases_are_for_their_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("OPENAI_API_KEY", "Zx9-quiet7Lantern42Vq")
-    asyncio.run(tracked("wandb", label(tmp_path, mode="offline", settings={"env": {"group_size": 4}})))
+    await tracked("wandb", label(tmp_path, mode="offline", settings={"env": {"group_size": 4}}))
     assert _modes(tmp_path) == {}
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"quiet7Lantern" in path.read_bytes()]
     assert kept == []
 
 
-def test_trackio_keeps_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trackio_keeps_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio", reason="needs the extra trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    notes = asyncio.run(tracked("trackio", label(tmp_path)))
+    notes = await tracked("trackio", label(tmp_path))
     assert notes == [], (tmp_path / "trackio.log").read_text()
     assert _modes(tmp_path) == {}
     with sqlite3.connect(tmp_path / "trackio/words.db") as kept:
@@ -105,25 +107,25 @@ def test_trackio_keeps_what_it_was_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(rows[2][2])["train/rollouts/0/score"] == 0.5
 
 
-def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) -> None:
+async def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) -> None:
     notes: Notes = []
-    assert asyncio.run(start_tracker("no_such_tracker", label(tmp_path), notes.append)) is None
+    assert await start_tracker("no_such_tracker", label(tmp_path), notes.append) is None
     (note,) = notes
     assert f"no_such_tracker was requested but is not installed ({install_command('no_such_tracker')})" in note
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_that_cannot_be_started_is_said(tmp_path: Path) -> None:
+async def test_a_tracker_that_cannot_be_started_is_said(tmp_path: Path) -> None:
     notes: Notes = []
-    assert asyncio.run(start_tracker("json", label(tmp_path / "gone"), notes.append)) is None
+    assert await start_tracker("json", label(tmp_path / "gone"), notes.append) is None
     assert "json cannot be started" in notes[0]
 
 
-def test_a_folder_that_a_service_left_is_not_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_folder_that_a_service_left_is_not_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_such_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     notes: Notes = []
-    assert asyncio.run(start_tracker("no_such_tracker", label(tmp_path), notes.append)) is None
+    assert await start_tracker("no_such_tracker", label(tmp_path), notes.append) is None
     assert "is not installed" in notes[0]
 
 

@@ -116,46 +116,42 @@ def test_twenty_images_are_pulled_and_shared_layers_once(registry: Registry, tmp
         store.remove([image_name(images[1].name)])
 
 
-def test_a_cut_download_continues_where_it_was_cut(registry: Registry, tmp_path: Path) -> None:
+async def test_a_cut_download_continues_where_it_was_cut(registry: Registry, tmp_path: Path) -> None:
     big = layer({"usr/big": os.urandom(6 * MIB)})
     registry.push("cut", "latest", [big])
+    async with pulling(registry, tmp_path) as (at, pull):
+        name = f"{at.host}/cut"
+        at.cuts[:] = [2 * MIB, 2 * MIB]
+        shown: list[tuple[int, int]] = []
+        image = await pull.image(name, lambda done, total: shown.append((done, total)))
+        resumed = sorted(int(each[6:-1]) for each in at.ranges if each)
+        assert len(resumed) == 2
+        assert 0 < resumed[0] <= 2 * MIB < resumed[1] <= 4 * MIB
+        assert at.sent < image.bytes + 2 * MIB
+        assert shown[-1] == (image.bytes, image.bytes)
+        assert [done for done, _ in shown] == sorted(done for done, _ in shown)
 
-    async def main() -> None:
-        async with pulling(registry, tmp_path) as (at, pull):
-            name = f"{at.host}/cut"
-            at.cuts[:] = [2 * MIB, 2 * MIB]
-            shown: list[tuple[int, int]] = []
-            image = await pull.image(name, lambda done, total: shown.append((done, total)))
-            resumed = sorted(int(each[6:-1]) for each in at.ranges if each)
-            assert len(resumed) == 2
-            assert 0 < resumed[0] <= 2 * MIB < resumed[1] <= 4 * MIB
-            assert at.sent < image.bytes + 2 * MIB
-            assert shown[-1] == (image.bytes, image.bytes)
-            assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+        PulledImages(tmp_path).remove([image_name(name)])
+        at.cuts[:], at.ranges[:] = [MIB, 0, 0, 0, 0, 0], []
+        with pytest.raises(PullError, match=r"of \d+ bytes .* pull the image again to continue from there"):
+            await pull.image(name)
+        assert PulledImages(tmp_path).images() == []
+        (partial,) = (path for path in (tmp_path / "partial").iterdir() if path.stat().st_size)
+        kept = partial.stat().st_size
+        at.cuts[:], at.ranges[:] = [], []
+        assert (await pull.image(name)).digest == image.digest
+        assert f"bytes={kept}-" in at.ranges
 
-            PulledImages(tmp_path).remove([image_name(name)])
-            at.cuts[:], at.ranges[:] = [MIB, 0, 0, 0, 0, 0], []
-            with pytest.raises(PullError, match=r"of \d+ bytes .* pull the image again to continue from there"):
-                await pull.image(name)
-            assert PulledImages(tmp_path).images() == []
-            (partial,) = (path for path in (tmp_path / "partial").iterdir() if path.stat().st_size)
-            kept = partial.stat().st_size
-            at.cuts[:], at.ranges[:] = [], []
-            assert (await pull.image(name)).digest == image.digest
-            assert f"bytes={kept}-" in at.ranges
-
-            PulledImages(tmp_path).remove([image_name(name)])  # a partial file that the disk damaged, and one too long
-            (tmp_path / "partial" / digest(big)[7:]).write_bytes(bytes(MIB))
-            assert (await pull.image(name)).digest == image.digest
-            PulledImages(tmp_path).remove([image_name(name)])
-            (tmp_path / "partial" / digest(big)[7:]).write_bytes(bytes(len(big) + 1))
-            assert (await pull.image(name)).digest == image.digest
-            assert left(tmp_path)[-1] == image.digest[7:]
-
-    asyncio.run(main())
+        PulledImages(tmp_path).remove([image_name(name)])  # a partial file that the disk damaged, and one too long
+        (tmp_path / "partial" / digest(big)[7:]).write_bytes(bytes(MIB))
+        assert (await pull.image(name)).digest == image.digest
+        PulledImages(tmp_path).remove([image_name(name)])
+        (tmp_path / "partial" / digest(big)[7:]).write_bytes(bytes(len(big) + 1))
+        assert (await pull.image(name)).digest == image.digest
+        assert left(tmp_path)[-1] == image.digest[7:]
 
 
-def test_a_killed_pull_leaves_a_part_that_the_next_pull_continues(registry: Registry, tmp_path: Path) -> None:
+async def test_a_killed_pull_leaves_a_part_that_the_next_pull_continues(registry: Registry, tmp_path: Path) -> None:
     big = layer({"usr/big": os.urandom(4 * MIB)})
     registry.push("killed", "latest", [big])
     script = (
@@ -166,54 +162,46 @@ def test_a_killed_pull_leaves_a_part_that_the_next_pull_continues(registry: Regi
         "asyncio.run(Pull(PulledImages(Path(sys.argv[1])), RegistryAccess()).image(sys.argv[2]))"
     )
     partial = tmp_path / "partial" / digest(big)[7:]
-
-    async def main() -> None:
-        async with pulling(registry, tmp_path) as (at, pull):
-            at.pause_s = 0.05
-            with killed_after([sys.executable, "-c", script, str(tmp_path), f"{at.host}/killed"]):
-                enough = lambda: partial.exists() and partial.stat().st_size > 100_000  # noqa: E731
-                await asyncio.to_thread(until, enough, "the pull has begun")
-            assert PulledImages(tmp_path).images() == []
-            kept, at.pause_s, at.ranges[:] = partial.stat().st_size, 0, []
-            await pull.image(f"{at.host}/killed")
-            assert at.ranges == [f"bytes={kept}-"]
-
-    asyncio.run(main())
+    async with pulling(registry, tmp_path) as (at, pull):
+        at.pause_s = 0.05
+        with killed_after([sys.executable, "-c", script, str(tmp_path), f"{at.host}/killed"]):
+            enough = lambda: partial.exists() and partial.stat().st_size > 100_000  # noqa: E731
+            await asyncio.to_thread(until, enough, "the pull has begun")
+        assert PulledImages(tmp_path).images() == []
+        kept, at.pause_s, at.ranges[:] = partial.stat().st_size, 0, []
+        await pull.image(f"{at.host}/killed")
+        assert at.ranges == [f"bytes={kept}-"]
     assert digest(big)[7:] in stored(tmp_path)
 
 
-def test_content_that_does_not_match_its_digest_is_refused(registry: Registry, tmp_path: Path) -> None:
+async def test_content_that_does_not_match_its_digest_is_refused(registry: Registry, tmp_path: Path) -> None:
     data = layer({"usr/x": b"right"})
     made = registry.push("lie", "latest", [data])
-
-    async def main() -> None:
-        async with pulling(registry, tmp_path) as (at, pull):
-            path = f"/v2/lie/blobs/{digest(data)}"
-            wrong = {"same size": bytes(len(data)), "short": data[:-1], "long": data + b"x", "endless": data * 9}
-            for body in wrong.values():
-                at.answers = {path: web.Response(body=body)}
-                with pytest.raises(PullError, match=digest(data)):
-                    await pull.image(f"{at.host}/lie")
-                assert digest(data)[7:] not in stored(tmp_path)
-                assert not (tmp_path / "partial" / digest(data)[7:]).exists() or body == data[:-1]
-                assert PulledImages(tmp_path).images() == []
-            at.answers = {f"/v2/lie/manifests/{digest(made)}": web.Response(body=made.replace(b"2", b"3"))}
-            with pytest.raises(PullError, match="not what was asked for"):
-                await pull.image(f"{at.host}/lie@{digest(made)}")
-            header = {"Docker-Content-Digest": digest(b"other"), "Content-Type": f"{OCI}.manifest.v1+json"}
-            at.answers = {"/v2/lie/manifests/latest": web.Response(body=made, headers=header)}
-            with pytest.raises(PullError, match="not what was asked for"):
+    async with pulling(registry, tmp_path) as (at, pull):
+        path = f"/v2/lie/blobs/{digest(data)}"
+        wrong = {"same size": bytes(len(data)), "short": data[:-1], "long": data + b"x", "endless": data * 9}
+        for body in wrong.values():
+            at.answers = {path: web.Response(body=body)}
+            with pytest.raises(PullError, match=digest(data)):
                 await pull.image(f"{at.host}/lie")
-            at.answers = {"/v2/lie/manifests/latest": web.Response(body=b" " * (4 * MIB + 1))}
-            with pytest.raises(PullError, match="larger than 4 MiB"):
-                await pull.image(f"{at.host}/lie")
-            at.answers = {}
-            image = await pull.image(f"{at.host}/lie:old@{digest(made)}")
-            asked = len(at.authorizations)
-            assert await pull.image(f"{at.host}/lie@{digest(made)}") == image
-            assert len(at.authorizations) == asked  # a digest that is stored needs no registry
-
-    asyncio.run(main())
+            assert digest(data)[7:] not in stored(tmp_path)
+            assert not (tmp_path / "partial" / digest(data)[7:]).exists() or body == data[:-1]
+            assert PulledImages(tmp_path).images() == []
+        at.answers = {f"/v2/lie/manifests/{digest(made)}": web.Response(body=made.replace(b"2", b"3"))}
+        with pytest.raises(PullError, match="not what was asked for"):
+            await pull.image(f"{at.host}/lie@{digest(made)}")
+        header = {"Docker-Content-Digest": digest(b"other"), "Content-Type": f"{OCI}.manifest.v1+json"}
+        at.answers = {"/v2/lie/manifests/latest": web.Response(body=made, headers=header)}
+        with pytest.raises(PullError, match="not what was asked for"):
+            await pull.image(f"{at.host}/lie")
+        at.answers = {"/v2/lie/manifests/latest": web.Response(body=b" " * (4 * MIB + 1))}
+        with pytest.raises(PullError, match="larger than 4 MiB"):
+            await pull.image(f"{at.host}/lie")
+        at.answers = {}
+        image = await pull.image(f"{at.host}/lie:old@{digest(made)}")
+        asked = len(at.authorizations)
+        assert await pull.image(f"{at.host}/lie@{digest(made)}") == image
+        assert len(at.authorizations) == asked  # a digest that is stored needs no registry
 
 
 def test_a_registry_with_passwords(tmp_path: Path) -> None:
@@ -250,7 +238,7 @@ def _htpasswd(user: str, password: str) -> str | None:
         return None
 
 
-def test_tokens_and_redirects(registry: Registry, tmp_path: Path) -> None:
+async def test_tokens_and_redirects(registry: Registry, tmp_path: Path) -> None:
     data = layer({"usr/x": b"x"})
     registry.push("tokens", "latest", [data])
     asked: list[tuple[dict[str, str], str | None]] = []
@@ -259,49 +247,46 @@ def test_tokens_and_redirects(registry: Registry, tmp_path: Path) -> None:
         asked.append((dict(request.query), request.headers.get("Authorization")))
         return web.json_response({"token": "t0ken"}, status=200 if asked[-1][1] else 401)
 
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_get("/token", issue)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port := _free_port()).start()
-        try:
-            async with front(registry) as elsewhere, pulling(registry, tmp_path) as (at, pull):
-                at.token, at.realm = "t0ken", f"http://127.0.0.1:{port}/token"
-                with pytest.raises(PullError, match="access was refused"):
-                    await pull.image(f"{at.host}/tokens")
-                pull.access = RegistryAccess(Credentials({at.host: "Basic cGVyc29uOnB3"}))
-                path = f"/v2/tokens/blobs/{digest(data)}"
-                refused = (
-                    "http://192.0.2.1/x",
-                    "https://u:p@example.com/",
-                    "file:///etc/shadow",
-                    "ftp://127.0.0.1/",
-                    "",
-                )
-                for place in refused:
-                    at.answers[path] = web.Response(status=302, headers={"Location": place})
-                    with pytest.raises(PullError, match="redirects to"):
-                        await pull.image(f"{at.host}/tokens")
-                at.answers[path] = web.Response(status=302, headers={"Location": path})  # in a circle
-                with pytest.raises(PullError, match="HTTP 302"):
-                    await pull.image(f"{at.host}/tokens")
-                at.answers[path] = web.Response(
-                    status=307, headers={"Location": f"http://{elsewhere.host}{path}?sig=1%2B2"}
-                )
+    app = web.Application()
+    app.router.add_get("/token", issue)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port := _free_port()).start()
+    try:
+        async with front(registry) as elsewhere, pulling(registry, tmp_path) as (at, pull):
+            at.token, at.realm = "t0ken", f"http://127.0.0.1:{port}/token"
+            with pytest.raises(PullError, match="access was refused"):
                 await pull.image(f"{at.host}/tokens")
-                query = {"service": "the registry", "scope": "repository:tokens:pull"}
-                assert asked[-1] == (query, "Basic cGVyc29uOnB3")
-                assert elsewhere.authorizations == [None]
-                assert set(at.authorizations) == {None, "Bearer t0ken"}
-                at.realm, asked[:] = "http://192.0.2.1/token", []
-                with pytest.raises(PullError, match="not an https address"):
+            pull.access = RegistryAccess(Credentials({at.host: "Basic cGVyc29uOnB3"}))
+            path = f"/v2/tokens/blobs/{digest(data)}"
+            refused = (
+                "http://192.0.2.1/x",
+                "https://u:p@example.com/",
+                "file:///etc/shadow",
+                "ftp://127.0.0.1/",
+                "",
+            )
+            for place in refused:
+                at.answers[path] = web.Response(status=302, headers={"Location": place})
+                with pytest.raises(PullError, match="redirects to"):
                     await pull.image(f"{at.host}/tokens")
-                assert asked == []
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(main())
+            at.answers[path] = web.Response(status=302, headers={"Location": path})  # in a circle
+            with pytest.raises(PullError, match="HTTP 302"):
+                await pull.image(f"{at.host}/tokens")
+            at.answers[path] = web.Response(
+                status=307, headers={"Location": f"http://{elsewhere.host}{path}?sig=1%2B2"}
+            )
+            await pull.image(f"{at.host}/tokens")
+            query = {"service": "the registry", "scope": "repository:tokens:pull"}
+            assert asked[-1] == (query, "Basic cGVyc29uOnB3")
+            assert elsewhere.authorizations == [None]
+            assert set(at.authorizations) == {None, "Bearer t0ken"}
+            at.realm, asked[:] = "http://192.0.2.1/token", []
+            with pytest.raises(PullError, match="not an https address"):
+                await pull.image(f"{at.host}/tokens")
+            assert asked == []
+    finally:
+        await runner.cleanup()
 
 
 def _free_port() -> int:
@@ -324,25 +309,21 @@ def test_only_this_machine_is_asked_over_http(tmp_path: Path) -> None:
     assert asked == [("https", "registry.example"), ("http", "registry.example")]
 
 
-def test_images_for_other_machines_and_failing_registries_are_named(registry: Registry, tmp_path: Path) -> None:
+async def test_images_for_other_machines_and_failing_registries_are_named(registry: Registry, tmp_path: Path) -> None:
     data = layer({"usr/x": b"x"})
     arm = json.dumps({"os": "linux", "architecture": "s390x"}).encode()
     for blob in (arm, data):
         registry.put("arm", blob)
     registry.tag("arm", "latest", manifest(arm, [data]))
-
-    async def main() -> None:
-        async with pulling(registry, tmp_path) as (at, pull):
-            with pytest.raises(ImageError, match="is for linux/s390x, and this machine is linux/"):
-                await pull.image(f"{at.host}/arm")
-            with pytest.raises(PullError, match="is not in the registry"):
-                await pull.image(f"{at.host}/missing")
-            at.answers["/v2/arm/manifests/latest"] = web.Response(status=429, headers={"Retry-After": "9999"})
-            with pytest.raises(PullError, match="HTTP 429: it limits the pulls"):
-                await pull.image(f"{at.host}/arm")
-            assert PulledImages(tmp_path).images() == []
-
-    asyncio.run(main())
+    async with pulling(registry, tmp_path) as (at, pull):
+        with pytest.raises(ImageError, match="is for linux/s390x, and this machine is linux/"):
+            await pull.image(f"{at.host}/arm")
+        with pytest.raises(PullError, match="is not in the registry"):
+            await pull.image(f"{at.host}/missing")
+        at.answers["/v2/arm/manifests/latest"] = web.Response(status=429, headers={"Retry-After": "9999"})
+        with pytest.raises(PullError, match="HTTP 429: it limits the pulls"):
+            await pull.image(f"{at.host}/arm")
+        assert PulledImages(tmp_path).images() == []
 
 
 @pytest.mark.slots

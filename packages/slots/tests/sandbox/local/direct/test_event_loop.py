@@ -140,23 +140,20 @@ def test_an_error_in_one_timer_is_not_the_end_of_the_others() -> None:
     with_loop(body)
 
 
-def test_nothing_stays_open_and_nothing_is_called_after_the_end() -> None:
-    async def body() -> None:
-        before = sorted(os.listdir("/proc/self/fd"))
-        loop = AsyncioLoop()
-        heard: list[bytes] = []
-        with a_pipe() as (reader, writer):
-            loop.watch_soon(reader, lambda: heard.append(os.read(reader, 99)))
-            os.write(writer, b"x")
-            await until(lambda: heard == [b"x"])
-            loop.later(0.05, lambda: heard.append(b"a timer"))
-            await asyncio.sleep(0.02)
-            os.write(writer, b"y")
-            loop.end()
-            loop.end()
-            loop.unwatch(reader)
-        assert sorted(os.listdir("/proc/self/fd")) == before
-        await asyncio.sleep(0.1)
-        assert heard == [b"x"]
-
-    asyncio.run(body())
+async def test_nothing_stays_open_and_nothing_is_called_after_the_end() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    loop = AsyncioLoop()
+    heard: list[bytes] = []
+    with a_pipe() as (reader, writer):
+        loop.watch_soon(reader, lambda: heard.append(os.read(reader, 99)))
+        os.write(writer, b"x")
+        await until(lambda: heard == [b"x"])
+        loop.later(0.05, lambda: heard.append(b"a timer"))
+        await asyncio.sleep(0.02)
+        os.write(writer, b"y")
+        loop.end()
+        loop.end()
+        loop.unwatch(reader)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    await asyncio.sleep(0.1)
+    assert heard == [b"x"]

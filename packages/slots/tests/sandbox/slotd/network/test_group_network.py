@@ -111,59 +111,53 @@ def test_a_level_without_namespaces_has_no_groups(slot_servers: SlotServers) -> 
     slot_servers.run(body, Rung.CONFINED)
 
 
-def test_a_pool_leases_a_group_at_once_and_ends_it_together() -> None:
-    async def body() -> None:
-        async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
-            single = await pool.acquire("single")
-            with pytest.raises(ConfigError, match="needs 4 slots together, but the pool has 3"):
-                await pool.acquire("too large", spec=member("a", 2, 4))
-            with pytest.raises(AcquireTimeout):
-                await pool.acquire("group", spec=member("", 2, 3), timeout_s=0.05)
-            waiting = asyncio.ensure_future(pool.acquire("group", spec=member("", 2, 3)))
-            await asyncio.sleep(0)
-            behind = asyncio.ensure_future(pool.acquire("behind"))
-            await pool.release(single)
-            first = await waiting
-            second = await pool.add(first, 3, SlotSpec(), "second")
-            assert pool.available_slots == 0
-            assert not behind.done()
-            await pool.add(first, 4, SlotSpec(), "third")
-            with pytest.raises(ConfigError, match="has its 3 slots already"):
-                await pool.add(first, 5, SlotSpec(), "fourth")
-            await pool.seal(first)
-            with pytest.raises(SandboxError):
-                await second.execute("true")
-            with pytest.raises(SandboxError, match="has ended"):
-                await pool.add(first, 5, SlotSpec(), "fourth")
-            await pool.release(await behind)
-            assert (pool.available_slots, pool.acquired_slots) == (3, 0)
-
-    asyncio.run(body())
+async def test_a_pool_leases_a_group_at_once_and_ends_it_together() -> None:
+    async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
+        single = await pool.acquire("single")
+        with pytest.raises(ConfigError, match="needs 4 slots together, but the pool has 3"):
+            await pool.acquire("too large", spec=member("a", 2, 4))
+        with pytest.raises(AcquireTimeout):
+            await pool.acquire("group", spec=member("", 2, 3), timeout_s=0.05)
+        waiting = asyncio.ensure_future(pool.acquire("group", spec=member("", 2, 3)))
+        await asyncio.sleep(0)
+        behind = asyncio.ensure_future(pool.acquire("behind"))
+        await pool.release(single)
+        first = await waiting
+        second = await pool.add(first, 3, SlotSpec(), "second")
+        assert pool.available_slots == 0
+        assert not behind.done()
+        await pool.add(first, 4, SlotSpec(), "third")
+        with pytest.raises(ConfigError, match="has its 3 slots already"):
+            await pool.add(first, 5, SlotSpec(), "fourth")
+        await pool.seal(first)
+        with pytest.raises(SandboxError):
+            await second.execute("true")
+        with pytest.raises(SandboxError, match="has ended"):
+            await pool.add(first, 5, SlotSpec(), "fourth")
+        await pool.release(await behind)
+        assert (pool.available_slots, pool.acquired_slots) == (3, 0)
 
 
-def test_a_place_that_no_member_uses_is_lent() -> None:
-    async def body() -> None:
-        async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
-            first = await pool.acquire("group", spec=member("", 2, 3))
-            second = await pool.add(first, 3, SlotSpec(), "second")
-            await serve(second)
-            for _ in range(2):
-                beside = await pool.add(first, None, SlotSpec(), "beside")
-                assert await ask(beside, "198.19.0.3", "80") == ["OSError"], "it is not in the group's network"
-                with pytest.raises(AcquireTimeout, match="no place for another"):
-                    await pool.add(first, None, SlotSpec(), "another")
-                await pool.release(beside)
-            await pool.seal(await pool.add(first, None, SlotSpec(), "sealed"))
-            assert pool.available_slots == 0
-            assert await ask(first, "198.19.0.3", "80") == ["hello"]
-            left = await pool.add(first, None, SlotSpec(), "left")
-            await pool.release(first)
-            with pytest.raises(SandboxError):
-                await left.execute("true")
-            await pool.release(left)
-            with pytest.raises(AcquireTimeout):
-                await pool.add(first, None, SlotSpec(), "late")
-            assert (pool.available_slots, pool.acquired_slots) == (3, 0)
-            assert pool.backend.stats()["slots"] == 0
-
-    asyncio.run(body())
+async def test_a_place_that_no_member_uses_is_lent() -> None:
+    async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
+        first = await pool.acquire("group", spec=member("", 2, 3))
+        second = await pool.add(first, 3, SlotSpec(), "second")
+        await serve(second)
+        for _ in range(2):
+            beside = await pool.add(first, None, SlotSpec(), "beside")
+            assert await ask(beside, "198.19.0.3", "80") == ["OSError"], "it is not in the group's network"
+            with pytest.raises(AcquireTimeout, match="no place for another"):
+                await pool.add(first, None, SlotSpec(), "another")
+            await pool.release(beside)
+        await pool.seal(await pool.add(first, None, SlotSpec(), "sealed"))
+        assert pool.available_slots == 0
+        assert await ask(first, "198.19.0.3", "80") == ["hello"]
+        left = await pool.add(first, None, SlotSpec(), "left")
+        await pool.release(first)
+        with pytest.raises(SandboxError):
+            await left.execute("true")
+        await pool.release(left)
+        with pytest.raises(AcquireTimeout):
+            await pool.add(first, None, SlotSpec(), "late")
+        assert (pool.available_slots, pool.acquired_slots) == (3, 0)
+        assert pool.backend.stats()["slots"] == 0

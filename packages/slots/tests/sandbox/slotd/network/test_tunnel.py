@@ -91,16 +91,14 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @pytest.mark.slots
-def test_a_named_port_is_reached_by_all_that_there_is_to_tcp(rung: Rung) -> None:
+async def test_a_named_port_is_reached_by_all_that_there_is_to_tcp(rung: Rung) -> None:
     """Large data both ways, a half-closed connection, many connections, and a port that nobody serves."""
-
-    async def main() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", 0, limit=64 * MIB)
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            nobody = closed.getsockname()[1]
-        port = server.sockets[0].getsockname()[1]
-        async with server, _online(rung, port, nobody) as (_, slot):
-            program = f"""
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0, limit=64 * MIB)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+    port = server.sockets[0].getsockname()[1]
+    async with server, _online(rung, port, nobody) as (_, slot):
+        program = f"""
 import hashlib, os, socket, threading
 def echo(host, size):
     sent = os.urandom(size)
@@ -118,27 +116,24 @@ for port in ({nobody}, 1):
     try: socket.create_connection(('198.18.0.2', port), 20)
     except OSError as error: print(error.errno)
 """
-            assert await _python(slot, program) == "True True True\n100 True\n111\n111\n"
-
-    asyncio.run(main())
+        assert await _python(slot, program) == "True True True\n100 True\n111\n111\n"
 
 
 @pytest.mark.slots
-def test_datagrams_reach_a_named_port(rung: Rung) -> None:
-    async def main() -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as service:
-            service.bind(("127.0.0.1", 0))
-            service.setblocking(False)
-            loop = asyncio.get_running_loop()
+async def test_datagrams_reach_a_named_port(rung: Rung) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as service:
+        service.bind(("127.0.0.1", 0))
+        service.setblocking(False)
+        loop = asyncio.get_running_loop()
 
-            def answer() -> None:
-                data, sender = service.recvfrom(65535)
-                service.sendto(data[::-1], sender)
+        def answer() -> None:
+            data, sender = service.recvfrom(65535)
+            service.sendto(data[::-1], sender)
 
-            loop.add_reader(service, answer)
-            port = service.getsockname()[1]
-            async with _online(rung, port) as (_, slot):
-                program = f"""
+        loop.add_reader(service, answer)
+        port = service.getsockname()[1]
+        async with _online(rung, port) as (_, slot):
+            program = f"""
 import socket
 with socket.socket(2, 2) as s:
     s.settimeout(10)
@@ -147,33 +142,28 @@ with socket.socket(2, 2) as s:
         data, sender = s.recvfrom(65535)
         print(data == b'z' + b'a' * size, sender == ('198.18.0.2', {port}))
 """
-                assert await _python(slot, program) == "True True\n" * 4
-                many = f"""
+            assert await _python(slot, program) == "True True\n" * 4
+            many = f"""
 import socket
 kept = [socket.socket(2, 2) for _ in range(400)]
 for s in kept: s.sendto(b'x', ('198.18.0.2', {port}))
 kept[-1].settimeout(10)
 print(kept[-1].recv(10))
 """
-                assert await _python(slot, many) == "b'x'\n"
-            loop.remove_reader(service)
-
-    asyncio.run(main())
+            assert await _python(slot, many) == "b'x'\n"
+        loop.remove_reader(service)
 
 
 @pytest.mark.slots
-def test_the_network_comes_back_when_its_process_is_killed(rung: Rung) -> None:
-    async def main() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server, _online(rung, port) as (backend, slot):
-            ask = f"exec 3<>/dev/tcp/198.18.0.2/{port}"
-            assert (await slot.execute(ask)).success
-            killed = [each.pid for each in descendants(backend.server_pid) if each.name == "slot-proxy"]
-            for pid in killed:
-                os.kill(pid, 9)
-            assert killed
-            retry = f"for i in $(seq 50); do (timeout 2 bash -c '{ask}') 2>/dev/null && exit 0; sleep 0.1; done; exit 1"
-            assert (await slot.execute(retry, timeout_s=60)).success
-
-    asyncio.run(main())
+async def test_the_network_comes_back_when_its_process_is_killed(rung: Rung) -> None:
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, _online(rung, port) as (backend, slot):
+        ask = f"exec 3<>/dev/tcp/198.18.0.2/{port}"
+        assert (await slot.execute(ask)).success
+        killed = [each.pid for each in descendants(backend.server_pid) if each.name == "slot-proxy"]
+        for pid in killed:
+            os.kill(pid, 9)
+        assert killed
+        retry = f"for i in $(seq 50); do (timeout 2 bash -c '{ask}') 2>/dev/null && exit 0; sleep 0.1; done; exit 1"
+        assert (await slot.execute(retry, timeout_s=60)).success
