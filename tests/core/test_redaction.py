@@ -129,6 +129,7 @@ def test_further_places_of_secrets(text: str) -> None:
         "the token 4096 of 8192; the secret is safe; password protected",
         "req_011CSHoEeqs5C35K2UUqR7Fy chatcmpl-9aB8cD7eF6gH5iJ4kL3mN2oP1q",
         "sorted(rows, key=len)",
+        *("write ${TICKETS_TOKEN:-default}", "${API_KEY:-default} stands for a variable"),
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:

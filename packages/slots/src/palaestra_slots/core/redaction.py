@@ -40,8 +40,9 @@ _PHRASE = re.compile(
     rf"(?P<kept>(?<![\w-])(?:--?)?(?:{_STRONG})\s{{0,8}}[:=]>?\s{{0,8}}(?P<quote>[\"']))(?:(?!(?P=quote)).)+",
     re.IGNORECASE,
 )
+# `${NAME:-default}` is how our messages and pages say that a variable may have a default.
 _ASSIGNED = re.compile(
-    rf"(?P<kept>(?<![\w-])(?:--?)?(?:(?:{_NAMES})(?:[:=]|[ \t]+=)>?\s*[\"']?(?!\()(?=[^\s\"'&,;}}\]]{{6}})"
+    rf"(?P<kept>(?<![\w-])(?:--?)?(?:(?:{_NAMES})(?:[:=]|[ \t]+=)>?\s*[\"']?(?!\(|-default\}})(?=[^\s\"'&,;}}\]]{{6}})"
     rf"|(?:{_STRONG})=))(?!\()[^\s\"'&,;}}\]]+",
     re.IGNORECASE,
 )
