@@ -14,13 +14,13 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.journal.reader import JOURNAL_NAME
+from palaestra.rollouts.schedule import TaskChoice
 from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import not_written, replaced
 from palaestra_slots.core.types import JSON
@@ -141,7 +141,8 @@ def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
     whole, rows = index.rows(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
     total = whole
     if chosen.patterns:
-        rows = [row for row in rows if any(fnmatchcase(row["id"], each) for each in chosen.patterns)]
+        wanted = TaskChoice(chosen.patterns)
+        rows = [row for row in rows if row["id"] in wanted]
         if not rows:
             raise ConfigError(f"no finished rollout of {index.folder} fits {', '.join(chosen.patterns)}")
         total = len(rows)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
@@ -271,8 +270,11 @@ class Filter:
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
         """Yield the groups of the selected tasks, each with only its selected rollouts."""
+        from palaestra.rollouts.schedule import TaskChoice
+
+        chosen = TaskChoice(self.tasks)
         for group in groups:
-            if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
+            if self.tasks and group.task_id not in chosen:
                 self.left_out["different task"] += len(group.trajectories)
                 continue
             reasons = [self._reason(each) for each in group.trajectories]
