@@ -87,8 +87,16 @@ class ApprovalRequest:
 Ask: TypeAlias = Callable[[ApprovalRequest], Awaitable[ApprovalAnswer]]
 
 # Repetitions have bounds here, because the model chooses the text and the search blocks the event loop.
-_START = r"(?:^|[;&|(`\n]|\$\(|\b(?:sudo|exec|xargs|env|nohup|time|then|do|else)\s)\s{0,20}(?:/[\w./-]{0,100}/)?"
-"""The position of a program's name: at the start of a command, or after another program that starts it."""
+_PREFIX = (
+    r"(?:(?:[A-Za-z_]\w{0,50}=(?:\"[^\"]{0,200}\"|'[^']{0,200}'|\S{0,200})"
+    r"|(?:sudo|doas|exec|xargs|env|nohup|time|timeout|nice|ionice|command|builtin|setsid|stdbuf|busybox)"
+    r"(?:\s{1,20}(?:-\S{0,100}(?:\s{1,20}[\w{}:.]{1,50})??|\d[\w.]{0,20}|\{\}|--)){0,4})\s{1,20}){0,4}"
+    r"\\?(?:/[\w./-]{0,100}/)?"
+)
+"""What may stand before a program's name: variables, programs that start it with their options, and its folder."""
+
+_START = r"(?:^|[;&|()`\n]|\$\(|[{!]\s|\b(?:if|then|elif|else|while|until|do)\s)\s{0,20}" + _PREFIX
+"""The position of a program's name: at the start of a command."""
 
 _GIT = r"\bgit\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?){0,4}?"
 """`git` with options before its command."""
@@ -98,12 +106,15 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("deletes what a search finds", r"\bfind\b[^;|&\n]{0,300}\s-(?:delete\b|exec(?:dir)?\s+(?:\S*/)?rm\b)"),
     ("writes to a device or makes a file system", _START + r"(?:mkfs\S*|wipefs|fdisk|parted)\b|\bof=/dev/(?!null\b)"),
     ("writes to a device or makes a file system", r">\s*/dev/(?:sd|nvme|hd|vd|mmcblk|disk)"),
-    ("changes permissions or owners recursively", _START + r"(?:chmod|chown|chgrp)\s+(?:\S+\s+){0,20}?-\S*R"),
+    (
+        "changes permissions or owners recursively",
+        _START + r"(?:chmod|chown|chgrp)\s+(?:\S+\s+){0,20}?-(?:\S*R|-recursive\b)",
+    ),
     ("acts as root", _START + r"(?:sudo|doas|su)\b"),
     ("stops the machine or its services", _START + r"(?:shutdown|reboot|halt|poweroff|init\s+[06])\b"),
     ("stops the machine or its services", _START + r"systemctl\s+(?:\S+\s+){0,20}?(?:stop|disable|mask|kill)\b"),
-    ("ends processes of others", _START + r"(?:kill\s+(?:-\S+\s+)*-1\b|pkill\b|killall\b)"),
-    ("runs what it downloads", r"\b(?:curl|wget)\b[^;&\n|]{0,500}\|\s*(?:sudo\s+)?(?:\S*/)?(?:ba|z|da|k)?sh\b"),
+    ("ends processes of others", _START + r"(?:kill\s+(?:(?:-\S+|[A-Z]+\d*)\s+){0,10}-1\b|pkill\b|killall\b)"),
+    ("runs what it downloads", r"\b(?:curl|wget)\b[^;&\n|]{0,500}\|&?\s*" + _PREFIX + r"(?:ba|z|da|k)?sh\b"),
     ("runs what it downloads", r"\b(?:ba|z|da|k)?sh\s+(?:-c\s+)?[\"']?(?:<\(|\$\()\s*(?:curl|wget)\b"),
     ("overwrites system configuration", r"(?:>>?|\btee\s+(?:-a\s+)?)\s*/(?:etc|boot|usr|lib)/"),
     ("throws away work in git", _GIT + r"(?:reset\s+(?:\S+\s+){0,20}?--hard|clean\s+(?:\S+\s+){0,20}?-\S*f)"),
