@@ -30,7 +30,8 @@ from palaestra_toolsets.web.page_text import HTML, as_text
 MAX_TEXT_BYTES, MAX_IMAGE_BYTES = 256 << 10, 20 << 20
 MAX_PAGES, MAX_PAGE_CHARS = 5, 100_000
 NO_IMAGE = "[The user attached an image here, which this model server does not accept.]"
-_NAMED = re.compile(r"(?:^|(?<=\s))@(?:\"([^\"]+)\"|(\S+))")
+_NAMED = re.compile(r"(?:^|(?<=[\s\"'(\[]))@(?:\"([^\"]+)\"|((?:\\ |\S)+))")
+_PUNCTUATION = ".,;:!?'\""
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _IMAGE_PATH = re.compile(
     r"""(["'])([^"'\n]+?\.(?:png|jpe?g|gif|webp))\1"""
@@ -72,14 +73,28 @@ def missing_files(text: str) -> list[Path]:
 
 def named_pages(text: str) -> list[str]:
     """Return the addresses that a text names with `@https://…` or `@http://…`, without punctuation at the end."""
-    quoted = [(match[1] or "", match[2] or "") for match in _NAMED.finditer(text)]
-    names = [exact or bare.rstrip(".,;:!?'\"") for exact, bare in quoted]
+    names = [match[1] or _without_end(match[2]) for match in _NAMED.finditer(text)]
     return list(dict.fromkeys(name for name in names if _ADDRESS.match(name)))
 
 
 def _named(text: str) -> list[Path]:
-    names = (match[1] or match[2] for match in _NAMED.finditer(text))
-    return list(dict.fromkeys(_path(name) for name in names if not _ADDRESS.match(name)))
+    named: list[Path] = []
+    for exact, bare in _NAMED.findall(text):
+        if _ADDRESS.match(exact or bare):
+            continue
+        path = _path(exact or bare.replace("\\ ", " "))
+        if not exact and not path.is_file():  # the sentence may go on behind the name, or end there
+            path = _path(_without_end(bare).replace("\\ ", " "))
+        named.append(path)
+    return list(dict.fromkeys(named))
+
+
+def _without_end(name: str) -> str:
+    """Return a name in a sentence without the punctuation at its end, and without a bracket that it did not open."""
+    bare = name.rstrip(_PUNCTUATION)
+    if bare.endswith((")", "]")) and not {"(", "["} & {*bare}:
+        return _without_end(bare[:-1])
+    return bare
 
 
 def _path(name: str) -> Path:

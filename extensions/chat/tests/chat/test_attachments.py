@@ -242,3 +242,28 @@ def test_images_are_attached_by_their_path_in_a_sentence(
     for name in ("no-image.png", "notes.txt", "a.pngx"):
         (tmp_path / name).write_text("text")
     assert [path.name for path in named_files(text.replace("{dir}", str(tmp_path)))] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Explain @notes.txt.", "notes.txt"),
+        ("Is it (@notes.txt)?", "notes.txt"),
+        ("Compare '@notes.txt', please", "notes.txt"),
+        (r"Read @my\ notes.txt!", "my notes.txt"),
+        ("Read @odd).", "odd)."),
+        ("Read @list(1).txt.", "list(1).txt"),
+    ],
+)
+def test_a_name_may_stand_anywhere_in_a_sentence(
+    text: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(named).write_text("something")
+    assert named_files(text) == [Path(named)]
+    Path(named).unlink()
+    assert named_files(text) == []
+
+
+def test_an_address_in_brackets_ends_before_the_bracket() -> None:
+    assert named_pages("See (@https://a.example/b).") == ["https://a.example/b"]
