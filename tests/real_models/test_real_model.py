@@ -71,7 +71,8 @@ def test_a_chat_of_ten_turns_is_compacted_and_its_tokens_stay_exact(tmp_path: Pa
 
     ends = asyncio.run(talk())
     assert {end.outcome for end in ends} <= {"natural", "length"}
-    assert all(end.text and 0 < end.context_tokens <= WINDOW for end in ends)
+    assert all(0 < end.context_tokens <= WINDOW for end in ends)
+    assert any(end.text for end in ends)
     assert any("summary" in notice.text for notice in notices)
     rows = chat_rows(tmp_path)
     assert len(rows) > 1
