@@ -54,6 +54,10 @@ _MOST_BYTES = 40 << 20
 _SUBJECTS, _SUBJECT_CHARS, _SUBJECTS_NOTE = 1000, 500, "subjects"
 _QUOTE_HEAD = re.compile(r"^(On\b.*\bwrote:|Am\b.*\bschrieb\b.*:|-{2,}\s*Original Message\s*-{2,})\s*$")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\((?:[^()\\]|\\.)*\)')
+_PRE = re.compile(r"</?pre\b[^<>]*>", re.IGNORECASE)
+_LINK = re.compile(r"<a\s[^<>]*>|</a\s*>", re.IGNORECASE)
+_HREF = re.compile(r"""\shref=["']?((?:https?|mailto):[^\s"'<>]+)""", re.IGNORECASE)
+_CELL = re.compile(r"</t[dh]\s*>\s*(?=<t[dh]\b)", re.IGNORECASE)
 _UNSEEN = re.compile(r"<(script|style|head)\b.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 _QUOTE_START = re.compile(
     r"""<(?:div|blockquote)\b[^<>]*(?:gmail_quote|type=["']?cite|yahoo_quoted|divRplyFwdMsg)""", re.IGNORECASE
@@ -428,9 +432,35 @@ def _plain(page: str) -> str:
     quote = _QUOTE_START.search(page)
     if quote is not None and not _FORWARDED.search(page, quote.start(), quote.start() + 500):
         page = page[: quote.start()]
-    page = " ".join(_UNSEEN.sub("", page).split())
-    lines = html.unescape(_TAG.sub("", _BLOCK.sub("\n", page))).replace("\xa0", " ").split("\n")
-    return "\n".join(filter(None, map(str.strip, lines)))
+    page, lines, at, is_pre = _UNSEEN.sub("", page), list[str](), 0, False
+    for tag in [*_PRE.finditer(page), None]:
+        piece = page[at : tag.start() if tag else len(page)]
+        if is_pre:  # white space counts
+            lines += _seen(piece).strip("\n").split("\n")
+        else:
+            linked = _with_addresses(" ".join(piece.split()))
+            text = _seen(_BLOCK.sub("\n", _CELL.sub("\t", linked))).replace("\xa0", " ")
+            lines += filter(None, map(str.strip, text.split("\n")))
+        if tag:
+            at, is_pre = tag.end(), not tag[0].startswith("</")
+    return "\n".join(lines)
+
+
+def _with_addresses(piece: str) -> str:
+    """Return the HTML with the address of each link behind it, unless its text is the address."""
+    parts, at, address = list[str](), 0, ""
+    for tag in _LINK.finditer(piece):
+        text = piece[at : tag.start()]
+        parts.append(text)
+        if address and html.unescape(address) not in _seen(text):
+            parts.append(f" ({address})")
+        found = _HREF.search(tag[0])
+        at, address = tag.end(), found[1] if found else ""
+    return "".join([*parts, piece[at:]])
+
+
+def _seen(piece: str) -> str:
+    return html.unescape(_TAG.sub("", piece))
 
 
 def _payload(part: Message) -> bytes:

@@ -337,6 +337,11 @@ PLAIN = b"Content-Type: text/plain"
         (PLAIN + b'; charset=""\n\nhello', "hello"),
         (PLAIN + b"; charset=iso-8859-1\n\ncaf\xe9", "café"),
         (b"Content-Type: text/html\n\n<p>caf\xc3\xa9</p>", "café"),
+        (PLAIN + b"; charset=iso-8859-8-i\n\n\xf9\xec\xe5\xed", "שלום"),
+        (b"Content-Type: text/html\n\n<tr><td>10</td> <td>25</td></tr><tr><th>a</th></tr>", "10\t25\na"),
+        (b"Content-Type: text/html\n\na<pre>if x:\n    y = 1</pre>b  c", "a\nif x:\n    y = 1\nb c"),
+        (b"Content-Type: text/html\n\n<a href='http://x.org/?a&amp;b'><b>it</b></a>", "it (http://x.org/?a&b)"),
+        (b"Content-Type: text/html\n\n<a class=x href=http://x.org>http://x.org</a> <a>no</a>", "http://x.org no"),
         (b"Content-Type: multipart/alternative; boundary=x\n\nno part at all", "no part at all"),
         (b"Subject: =?utf-8?b?A?=\n" + PLAIN + b"\n\nhello", "hello"),
     ],
@@ -462,11 +467,12 @@ def test_the_text_of_a_mail_is_what_its_sender_wrote(content: str, text: str) ->
         "Content-Type: text/html\n\n" + "<script " * 100_000,
         "Content-Type: text/html\n\n" + "<" * 500_000,
         "Content-Type: text/html\n\n" + "<div type= " * 50_000 + "<p" * 100_000 + "-" * 500_000,
+        "Content-Type: text/html\n\n" + "<pre>" * 100_000 + "<a href='http://x'>" * 50_000 + "</td> " * 100_000,
         "\nx\nAm " + "schrieb " * 100_000 + "\n> a",
         "Content-Type: text/plain" + "; a=b" * 20_000 + "\n\nhi",
         "Content-Type: multipart/mixed; boundary=x\n\n" + f"--x\nContent-Type: text/plain{';' * 2900}\n\nhi\n" * 500,
     ],
-    ids=["scripts", "brackets", "blocks", "quotes", "parameters", "parts"],
+    ids=["scripts", "brackets", "blocks", "links", "quotes", "parameters", "parts"],
 )
 def test_no_stranger_keeps_the_gateway_busy_with_an_email(content: str) -> None:
     platform = Email(

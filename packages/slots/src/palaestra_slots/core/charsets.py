@@ -7,6 +7,8 @@ they use, so a name stands for the encoding that is a superset of it and that is
 from __future__ import annotations
 
 import codecs
+import re
+from collections.abc import Iterator
 
 _MEANT = {
     "ascii": "cp1252",
@@ -27,8 +29,20 @@ _MEANT = {
 def decoded(data: bytes, charset: str | None) -> str:
     """Return the text. Invalid bytes become replacement characters. A name that is unknown, or that is no encoding of
     text, such as `hex`, means UTF-8."""
-    try:
-        name = codecs.lookup(charset or "utf-8").name
-        return data.decode(_MEANT.get(name, name), "replace")
-    except (LookupError, ValueError, UnicodeError):
-        return data.decode("utf-8-sig", "replace")
+    for label in _labels((charset or "utf-8").strip().lower()):
+        try:
+            name = codecs.lookup(label).name
+            return data.decode(_MEANT.get(name, name), "replace")
+        except (LookupError, ValueError, UnicodeError):
+            continue
+    return data.decode("utf-8-sig", "replace")
+
+
+def _labels(charset: str) -> Iterator[str]:
+    """Yield a label, and other spellings of it that Python knows: `windows-874` and `cp-850` are code pages,
+    `iso-8859-8-i` (RFC 1556) says only how its letters are ordered, and `x-` marks names that are not registered."""
+    yield charset
+    bare = charset.removeprefix("x-")
+    yield bare
+    yield re.sub(r"^(?:windows|cp|ibm|ms|dos)[-_ ]?(\d+)$", r"cp\1", bare)
+    yield re.sub(r"^(iso[-_]?8859[-_]\d+)[-_][ei]$", r"\1", bare)
