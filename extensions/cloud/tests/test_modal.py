@@ -143,55 +143,66 @@ def test_a_wrong_token_and_a_missing_secret_are_named(fake: FakeModal, monkeypat
         asyncio.run(ModalBackend().start())
 
 
-async def test_the_settings_of_a_run_reach_the_sandbox(fake: FakeModal) -> None:
+def test_the_settings_of_a_run_reach_the_sandbox(fake: FakeModal) -> None:
     settings = HermesAgentEnvConfig(
         modal_app_name="mine", modal_image="debian:12", modal_cpu=1.5, modal_memory=512, modal_idle_timeout=9,
         modal_max_lifetime=2000, modal_secrets="keys", modal_env_vars="A=1;B=x=y", worker_timeout=100,
         modal_slots_per_sandbox=3, modal_max_sandboxes=2,
     )  # fmt: skip
-    async with ModalBackend.from_config(settings) as backend:
-        assert backend.capacity == 6
-        slot = await backend.create(SlotSpec(env=(("C", "2"),)), "one")
-        assert (await slot.execute("echo $A $B $C $KEY")).output == "1 x=y 2 hidden\n"
-        with_network = await backend.create(SlotSpec(network=Network.ON), "two")
-        first, second = fake.running
-        assert first.image == "debian:12"
-        resources = first.definition.resources
-        assert (resources.milli_cpu, resources.memory_mb) == (1500, 512)
-        assert (first.definition.timeout_secs, first.definition.idle_timeout_secs) == (2000, 9)
-        access = [sandbox.definition.network_access.network_access_type for sandbox in (first, second)]
-        assert access[0] != access[1]
-        await backend.destroy(slot)
-        await backend.destroy(with_network)
+
+    async def main() -> None:
+        async with ModalBackend.from_config(settings) as backend:
+            assert backend.capacity == 6
+            slot = await backend.create(SlotSpec(env=(("C", "2"),)), "one")
+            assert (await slot.execute("echo $A $B $C $KEY")).output == "1 x=y 2 hidden\n"
+            with_network = await backend.create(SlotSpec(network=Network.ON), "two")
+            first, second = fake.running
+            assert first.image == "debian:12"
+            resources = first.definition.resources
+            assert (resources.milli_cpu, resources.memory_mb) == (1500, 512)
+            assert (first.definition.timeout_secs, first.definition.idle_timeout_secs) == (2000, 9)
+            access = [sandbox.definition.network_access.network_access_type for sandbox in (first, second)]
+            assert access[0] != access[1]
+            await backend.destroy(slot)
+            await backend.destroy(with_network)
+
+    asyncio.run(main())
 
 
-async def test_a_sandbox_may_have_a_gpu(fake: FakeModal) -> None:
-    async with ModalBackend(ModalSandboxConfig(gpu="T4", env_vars={"A": "1"}, secrets=["keys"])) as backend:
-        slot = await backend.create(SlotSpec(), "one")
-        assert (await slot.execute("echo $A $KEY")).output == "1 hidden\n"
-        (sandbox,) = fake.running
-        assert sandbox.definition.resources.gpu_config.gpu_type == "T4"
-        await backend.destroy(slot)
+def test_a_sandbox_may_have_a_gpu(fake: FakeModal) -> None:
+    async def main() -> None:
+        async with ModalBackend(ModalSandboxConfig(gpu="T4", env_vars={"A": "1"}, secrets=["keys"])) as backend:
+            slot = await backend.create(SlotSpec(), "one")
+            assert (await slot.execute("echo $A $KEY")).output == "1 hidden\n"
+            (sandbox,) = fake.running
+            assert sandbox.definition.resources.gpu_config.gpu_type == "T4"
+            await backend.destroy(slot)
+
+    asyncio.run(main())
     assert not fake.running
 
 
-async def test_mounted_directories_are_copied(fake: FakeModal, tmp_path: Path) -> None:
+def test_mounted_directories_are_copied(fake: FakeModal, tmp_path: Path) -> None:
     (tmp_path / "source/deep").mkdir(parents=True)
     (tmp_path / "source/deep/file").write_bytes(bytes(5 << 20))
     target = str(tmp_path / "target")
-    async with ModalBackend() as backend:
-        slot = await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "source"), target),)), "one")
-        assert (await slot.execute(f"wc -c < {target}/deep/file")).output.strip() == str(5 << 20)
-        assert (await slot.execute(f"echo x > {target}/new")).exit_code != 0
-        await backend.destroy(slot)
+
+    async def main() -> None:
+        async with ModalBackend() as backend:
+            slot = await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "source"), target),)), "one")
+            assert (await slot.execute(f"wc -c < {target}/deep/file")).output.strip() == str(5 << 20)
+            assert (await slot.execute(f"echo x > {target}/new")).exit_code != 0
+            await backend.destroy(slot)
+
+    asyncio.run(main())
 
 
-async def test_a_sandbox_has_the_files_of_its_image(tmp_path: Path) -> None:
+def test_a_sandbox_has_the_files_of_its_image(tmp_path: Path) -> None:
     root = make_python_root(tmp_path / "root")
     (root / "usr/marker").write_text("of the image")
     (tmp_path / "empty/tmp").mkdir(parents=True)
 
-    with reached(FakeModal(roots={"python:here": root, "empty:here": tmp_path / "empty"})):
+    async def main() -> None:
         async with ModalBackend(ModalSandboxConfig(image="python:here")) as backend:
             slot = await backend.create(SlotSpec(), "one")
             assert (await slot.execute("cat /usr/marker")).output == "of the image"
@@ -200,26 +211,33 @@ async def test_a_sandbox_has_the_files_of_its_image(tmp_path: Path) -> None:
             with pytest.raises(InfraError, match="python3"):
                 await backend.create(SlotSpec(image="empty:here"), "two")
 
+    with reached(FakeModal(roots={"python:here": root, "empty:here": tmp_path / "empty"})):
+        asyncio.run(main())
 
-async def test_images_of_this_machine_are_copied(fake: FakeModal, tmp_path: Path) -> None:
+
+def test_images_of_this_machine_are_copied(fake: FakeModal, tmp_path: Path) -> None:
     root = make_python_root(tmp_path / "root")
     (root / "etc/marker").write_text("of the image")
     os.chown(root / "etc/marker", 123, 456)
-    async with ModalBackend() as backend:
-        spec = SlotSpec(image=str(root))
-        slots = await asyncio.gather(*(backend.create(spec, str(number)) for number in range(3)))
-        for slot in slots:
-            found = await slot.execute("cat /etc/marker; stat -c ' %u:%g' /etc/marker; ls /work 2>&1")
-            assert found.output.startswith("of the image 123:456\n")
-            assert found.exit_code != 0
-        await slots[0].execute("echo kept > a")
-        snapshot = await backend.seal(slots[0])
-        again = await backend.create(spec, "again", snapshot)
-        assert (await again.execute("cat a /etc/marker")).output == "kept\nof the image"
-        assert len(fake.running) == 1
-        for slot in (*slots[1:], again):
-            await backend.destroy(slot)
-        await backend.forget(snapshot)
+
+    async def main() -> None:
+        async with ModalBackend() as backend:
+            spec = SlotSpec(image=str(root))
+            slots = await asyncio.gather(*(backend.create(spec, str(number)) for number in range(3)))
+            for slot in slots:
+                found = await slot.execute("cat /etc/marker; stat -c ' %u:%g' /etc/marker; ls /work 2>&1")
+                assert found.output.startswith("of the image 123:456\n")
+                assert found.exit_code != 0
+            await slots[0].execute("echo kept > a")
+            snapshot = await backend.seal(slots[0])
+            again = await backend.create(spec, "again", snapshot)
+            assert (await again.execute("cat a /etc/marker")).output == "kept\nof the image"
+            assert len(fake.running) == 1
+            for slot in (*slots[1:], again):
+                await backend.destroy(slot)
+            await backend.forget(snapshot)
+
+    asyncio.run(main())
 
 
 # Faults
@@ -253,56 +271,68 @@ OTHER = SlotSpec(image="debian:12")  # so that the slot needs a sandbox of its o
 
 
 @pytest.mark.parametrize("fault", [_throttle, _quota, _refuse, _exec_fails])
-async def test_a_sandbox_that_cannot_be_had_is_an_infrastructure_failure(
+def test_a_sandbox_that_cannot_be_had_is_an_infrastructure_failure(
     fake: FakeModal, fault: Callable[[FakeModal], None]
 ) -> None:
-    async with ModalBackend(ModalSandboxConfig(acquire_timeout_s=1.2)) as backend:
-        slot = await backend.create(SlotSpec(), "one")
-        fault(fake)
-        with pytest.raises(SandboxError) as failure:
-            await backend.create(OTHER, "two")
-        assert failure.value.blame is Blame.SANDBOX
-        assert (await slot.execute("echo unharmed")).output == "unharmed\n"
-        fake.quota = None
-        fake.fail("SandboxCreateV2", Fault(times=0))
-        await backend.destroy(await backend.create(OTHER, "two"))
-        await backend.destroy(slot)
+    async def main() -> None:
+        async with ModalBackend(ModalSandboxConfig(acquire_timeout_s=1.2)) as backend:
+            slot = await backend.create(SlotSpec(), "one")
+            fault(fake)
+            with pytest.raises(SandboxError) as failure:
+                await backend.create(OTHER, "two")
+            assert failure.value.blame is Blame.SANDBOX
+            assert (await slot.execute("echo unharmed")).output == "unharmed\n"
+            fake.quota = None
+            fake.fail("SandboxCreateV2", Fault(times=0))
+            await backend.destroy(await backend.create(OTHER, "two"))
+            await backend.destroy(slot)
+
+    asyncio.run(main())
     assert not fake.running
 
 
 @pytest.mark.parametrize("fault", [_throttle_with_pause, _slow])
-async def test_a_sandbox_that_takes_long_is_waited_for(fake: FakeModal, fault: Callable[[FakeModal], None]) -> None:
-    async with ModalBackend() as backend:
-        fault(fake)
-        await backend.destroy(await backend.create(OTHER, "one"))
+def test_a_sandbox_that_takes_long_is_waited_for(fake: FakeModal, fault: Callable[[FakeModal], None]) -> None:
+    async def main() -> None:
+        async with ModalBackend() as backend:
+            fault(fake)
+            await backend.destroy(await backend.create(OTHER, "one"))
+
+    asyncio.run(main())
 
 
-async def test_an_image_that_is_missing_is_named(fake: FakeModal) -> None:
-    with pytest.raises(InfraError, match="nowhere:1"):
-        await ModalBackend(ModalSandboxConfig(image="nowhere:1")).start()
-    async with ModalBackend() as backend:
+def test_an_image_that_is_missing_is_named(fake: FakeModal) -> None:
+    async def main() -> None:
         with pytest.raises(InfraError, match="nowhere:1"):
-            await backend.create(SlotSpec(image="nowhere:1"), "one")
-        with pytest.raises(ConfigError, match="no/image"):
-            await backend.create(SlotSpec(image="/no/image.tar"), "one")
+            await ModalBackend(ModalSandboxConfig(image="nowhere:1")).start()
+        async with ModalBackend() as backend:
+            with pytest.raises(InfraError, match="nowhere:1"):
+                await backend.create(SlotSpec(image="nowhere:1"), "one")
+            with pytest.raises(ConfigError, match="no/image"):
+                await backend.create(SlotSpec(image="/no/image.tar"), "one")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["half-open", "refused"])
-async def test_a_broken_connection_ends_the_slots_and_not_the_run(fake: FakeModal, how: str) -> None:
-    async with ModalBackend(ModalSandboxConfig(idle_timeout=2)) as backend:
-        slot = await backend.create(SlotSpec(), "one")
-        fake.frozen = how == "half-open"
-        if how == "refused":
-            fake.refuse()
-        with pytest.raises(SlotLost):
-            await slot.execute("echo lost")
-        await backend.destroy(slot)
-        fake.frozen = False
-        if how == "refused":
-            fake.accept()
-        again = await backend.create(SlotSpec(), "two")
-        assert (await again.execute("echo here")).output == "here\n"
-        await backend.destroy(again)
+def test_a_broken_connection_ends_the_slots_and_not_the_run(fake: FakeModal, how: str) -> None:
+    async def main() -> None:
+        async with ModalBackend(ModalSandboxConfig(idle_timeout=2)) as backend:
+            slot = await backend.create(SlotSpec(), "one")
+            fake.frozen = how == "half-open"
+            if how == "refused":
+                fake.refuse()
+            with pytest.raises(SlotLost):
+                await slot.execute("echo lost")
+            await backend.destroy(slot)
+            fake.frozen = False
+            if how == "refused":
+                fake.accept()
+            again = await backend.create(SlotSpec(), "two")
+            assert (await again.execute("echo here")).output == "here\n"
+            await backend.destroy(again)
+
+    asyncio.run(main())
 
 
 # Lifetimes
@@ -315,49 +345,59 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_a_sandbox_near_its_end_gets_no_slots_and_is_replaced(fake: FakeModal) -> None:
+def test_a_sandbox_near_its_end_gets_no_slots_and_is_replaced(fake: FakeModal) -> None:
     config = ModalSandboxConfig(max_lifetime=303, min_sandboxes=0)
-    async with ModalBackend(config, rollout_s=1) as backend:
-        first = await backend.create(SlotSpec(), "one")
-        await asyncio.sleep(2.1)  # from now on the rest is too short for a rollout and its grading
-        second = await backend.create(SlotSpec(), "two")
-        assert len(fake.running) == 2
-        await backend.destroy(first)
-        assert len(fake.running) == 1
-        await backend.destroy(second)
+
+    async def main() -> None:
+        async with ModalBackend(config, rollout_s=1) as backend:
+            first = await backend.create(SlotSpec(), "one")
+            await asyncio.sleep(2.1)  # from now on the rest is too short for a rollout and its grading
+            second = await backend.create(SlotSpec(), "two")
+            assert len(fake.running) == 2
+            await backend.destroy(first)
+            assert len(fake.running) == 1
+            await backend.destroy(second)
+
+    asyncio.run(main())
     with pytest.raises(ConfigError, match="modal_max_lifetime"):
         ModalBackend(config, rollout_s=10)
     long = ModalBackend.from_config(HermesAgentEnvConfig(worker_timeout=9000))
     assert long.config.max_lifetime > 9000
 
 
-async def test_sandboxes_above_the_minimum_end_when_they_are_idle(fake: FakeModal) -> None:
-    config = ModalSandboxConfig(slots_per_sandbox=1, min_sandboxes=2, max_sandboxes=3, idle_timeout=1)
-    async with ModalBackend(config) as backend:
-        await until(lambda: len(fake.running) == 2)  # a busy machine may lose one and start it again
-        slots = [await backend.create(SlotSpec(), str(number)) for number in range(3)]
-        assert len(fake.running) == 3
-        for slot in slots:
+def test_sandboxes_above_the_minimum_end_when_they_are_idle(fake: FakeModal) -> None:
+    async def main() -> None:
+        config = ModalSandboxConfig(slots_per_sandbox=1, min_sandboxes=2, max_sandboxes=3, idle_timeout=1)
+        async with ModalBackend(config) as backend:
+            await until(lambda: len(fake.running) == 2)  # a busy machine may lose one and start it again
+            slots = [await backend.create(SlotSpec(), str(number)) for number in range(3)]
+            assert len(fake.running) == 3
+            for slot in slots:
+                await backend.destroy(slot)
+            await until(lambda: len(fake.running) == 2)
+            await asyncio.sleep(1.5)
+            ended, other = fake.running
+            fake.end(ended.sandbox_id)
+            await until(lambda: len(fake.running) == 2)
+            assert other in fake.running
+
+    asyncio.run(main())
+
+
+def test_there_are_never_more_sandboxes_than_allowed(fake: FakeModal) -> None:
+    async def main() -> None:
+        async with ModalBackend(ModalSandboxConfig(max_sandboxes=1, acquire_timeout_s=1)) as backend:
+            slot = await backend.create(SlotSpec(), "one")
+            with pytest.raises(AcquireTimeout):
+                await backend.create(OTHER, "two")
+            waiting = asyncio.create_task(backend.create(OTHER, "two"))
+            await asyncio.sleep(0.2)
             await backend.destroy(slot)
-        await until(lambda: len(fake.running) == 2)
-        await asyncio.sleep(1.5)
-        ended, other = fake.running
-        fake.end(ended.sandbox_id)
-        await until(lambda: len(fake.running) == 2)
-        assert other in fake.running
+            other = await waiting
+            assert [sandbox.image for sandbox in fake.running] == ["debian:12"]
+            await backend.destroy(other)
 
-
-async def test_there_are_never_more_sandboxes_than_allowed(fake: FakeModal) -> None:
-    async with ModalBackend(ModalSandboxConfig(max_sandboxes=1, acquire_timeout_s=1)) as backend:
-        slot = await backend.create(SlotSpec(), "one")
-        with pytest.raises(AcquireTimeout):
-            await backend.create(OTHER, "two")
-        waiting = asyncio.create_task(backend.create(OTHER, "two"))
-        await asyncio.sleep(0.2)
-        await backend.destroy(slot)
-        other = await waiting
-        assert [sandbox.image for sandbox in fake.running] == ["debian:12"]
-        await backend.destroy(other)
+    asyncio.run(main())
 
 
 KILLED = """
@@ -384,21 +424,25 @@ def kill_a_run(fake: FakeModal, idle_s: int) -> None:
     assert len(fake.running) == 1
 
 
-async def test_the_next_start_ends_what_a_killed_run_has_left(fake: FakeModal) -> None:
+def test_the_next_start_ends_what_a_killed_run_has_left(fake: FakeModal) -> None:
     kill_a_run(fake, 600)
     (left,) = fake.running
-    async with ModalBackend() as first, ModalBackend() as second:
-        assert left not in fake.running
-        assert len(fake.running) == 2  # a start does not end what belongs to a living process
-        for backend in (first, second):
-            slot = await backend.create(SlotSpec(), "one")
-            assert (await slot.execute("echo alive")).output == "alive\n"
-            await backend.destroy(slot)
+
+    async def main() -> None:
+        async with ModalBackend() as first, ModalBackend() as second:
+            assert left not in fake.running
+            assert len(fake.running) == 2  # a start does not end what belongs to a living process
+            for backend in (first, second):
+                slot = await backend.create(SlotSpec(), "one")
+                assert (await slot.execute("echo alive")).output == "alive\n"
+                await backend.destroy(slot)
+
+    asyncio.run(main())
 
 
-async def test_a_sandbox_ends_by_itself_after_the_process_that_made_it(fake: FakeModal) -> None:
+def test_a_sandbox_ends_by_itself_after_the_process_that_made_it(fake: FakeModal) -> None:
     kill_a_run(fake, 1)
-    await until(lambda: not fake.running)
+    asyncio.run(until(lambda: not fake.running))
 
 
 @pytest.mark.slow
@@ -489,27 +533,31 @@ def test_profiles_come_from_variables_and_files(tmp_path: Path) -> None:
     assert (small.name, small.cpu, small.env_vars) == ("small", 0.5, {"A": "1"})
 
 
-async def test_a_pool_has_several_profiles(fake: FakeModal) -> None:
+def test_a_pool_has_several_profiles(fake: FakeModal) -> None:
     profiles = {
         "default": ModalSandboxConfig(execution_timeout_s=7),
         "small": ModalSandboxConfig("small", cpu=0.5, max_sandboxes=1, slots_per_sandbox=1, acquire_timeout_s=0.3),
     }
-    async with ModalToolBackend.with_profiles(profiles) as pool:
-        assert pool.default_timeout_s == 7
-        assert len(fake.running) == 1  # a profile that nobody uses costs nothing
-        one, two = await pool.acquire("one"), await pool.acquire("two", "small")
-        assert [sandbox.definition.resources.milli_cpu for sandbox in fake.running] == [1000, 500]
-        with pytest.raises(AcquireTimeout):
-            await pool.acquire("three", profile="small")
-        with pytest.raises(ConfigError, match="unknown"):
-            await pool.acquire("four", "unknown")
-        calls = [(slot, "bash_stateful", {"command": "echo $((X+=1))"}) for slot in (one, two, two)]
-        for expected in ("1 1 2", "2 3 4"):
-            results = await pool.execute_batch(calls)
-            assert " ".join(sorted(result.output.strip() for result in results)) == expected
-        await pool.release(two, reset_workspace=True)
-        await pool.release(one)
-        await pool.release(await pool.acquire("three", "small"))
+
+    async def main() -> None:
+        async with ModalToolBackend.with_profiles(profiles) as pool:
+            assert pool.default_timeout_s == 7
+            assert len(fake.running) == 1  # a profile that nobody uses costs nothing
+            one, two = await pool.acquire("one"), await pool.acquire("two", "small")
+            assert [sandbox.definition.resources.milli_cpu for sandbox in fake.running] == [1000, 500]
+            with pytest.raises(AcquireTimeout):
+                await pool.acquire("three", profile="small")
+            with pytest.raises(ConfigError, match="unknown"):
+                await pool.acquire("four", "unknown")
+            calls = [(slot, "bash_stateful", {"command": "echo $((X+=1))"}) for slot in (one, two, two)]
+            for expected in ("1 1 2", "2 3 4"):
+                results = await pool.execute_batch(calls)
+                assert " ".join(sorted(result.output.strip() for result in results)) == expected
+            await pool.release(two, reset_workspace=True)
+            await pool.release(one)
+            await pool.release(await pool.acquire("three", "small"))
+
+    asyncio.run(main())
     assert not fake.running
 
 

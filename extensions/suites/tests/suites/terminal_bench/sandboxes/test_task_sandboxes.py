@@ -204,7 +204,7 @@ async def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path) -> None:
             await all_.open(TaskSandboxSpec("task", tmp_path / "task/environment"))
 
 
-async def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) -> None:
+def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) -> None:
     settings = TaskSandboxSettings(base_image="host", workspace_store=str(tmp_path / "store"))
 
     seen: list[str] = []
@@ -215,12 +215,15 @@ async def test_an_event_loop_shares_its_sandboxes_and_ends_them(tmp_path: Path) 
         finally:  # as a harness collects its logs after Ctrl-C
             seen.append((await box.execute("sleep 0.1; cat built.txt")).output)
 
+    async def main() -> int:
+        first, second = await asyncio.gather(TaskSandboxes.of_loop(settings), TaskSandboxes.of_loop(settings))
+        assert first is second
+        working.add(asyncio.create_task(work(await first.open(spec(tmp_path)))))
+        await asyncio.sleep(0.05)
+        return first.server_pid
+
     working: set[asyncio.Task[None]] = set()
-    first, second = await asyncio.gather(TaskSandboxes.of_loop(settings), TaskSandboxes.of_loop(settings))
-    assert first is second
-    working.add(asyncio.create_task(work(await first.open(spec(tmp_path)))))
-    await asyncio.sleep(0.05)
-    pid = first.server_pid
+    pid = asyncio.run(main())
     assert seen == ["built\n"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
