@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from palaestra.envs.discovery import load_environment
+from palaestra.rollouts.export.csv_rows import UnixRows
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import replaced, writing
 
@@ -143,7 +144,7 @@ def _check_import(wheel: bytes, package: str) -> None:
 def _zipped(files: Mapping[str, bytes], record: str) -> bytes:
     """Return the files as a zip file, with a record of their hashes."""
     rows, text = io.StringIO(), io.BytesIO()
-    writer = csv.writer(rows, lineterminator="\n")
+    writer = csv.writer(UnixRows(rows))
     for name, content in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         writer.writerow([name, f"sha256={digest}", len(content)])

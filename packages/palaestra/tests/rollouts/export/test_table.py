@@ -59,3 +59,12 @@ def test_texts_cannot_break_the_table() -> None:
     row = out.getvalue().decode().splitlines()[2]
     assert row.startswith('| a\\|b,"c" d\\\\ | 1 | 0 |')
     assert len(out.getvalue().decode().splitlines()) == 4
+
+
+def test_a_carriage_return_stays_in_its_cell() -> None:
+    names = ["a\rb", "a\r\nb", "\r", "b\r\n"]
+    groups = [Group(group_id=f"g{n}", number=n, task_id=name, trajectories=[]) for n, name in enumerate(names)]
+    assert [line["task"] for line in table(*groups)] == [*names, "TOTAL"]
+    out = io.BytesIO()
+    MarkdownExporter().export(groups, out, ALL)
+    assert len(out.getvalue().decode().splitlines()) == 3 + len(names)

@@ -19,6 +19,7 @@ import msgspec
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.pass_at_k import TASKS_TOTAL, chooses, chosen_of
 from palaestra.envs.run.set_file import RunPlace, run_places, set_places
+from palaestra.rollouts.export.csv_rows import UnixRows
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, run_name
 from palaestra.rollouts.observe.console import duration
@@ -280,7 +281,7 @@ def as_csv(rows: Sequence[TableRow]) -> str:
     text = io.StringIO()
     bounds = {name: (f"{name}_low", f"{name}_high") for name in ("pass_1", "pass_k")}
     fields = [name for name in TableRow.__slots__ if not name.endswith("_interval")]
-    writer = csv.DictWriter(text, [*fields, *bounds["pass_1"], *bounds["pass_k"]], lineterminator="\n")
+    writer = csv.DictWriter(UnixRows(text), [*fields, *bounds["pass_1"], *bounds["pass_k"]])
     writer.writeheader()
     for row in rows:
         line = {name: getattr(row, name) for name in fields} | {"score_versions": in_words(row.score_versions)}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from palaestra.rollouts.export.csv_rows import UnixRows
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group
 from palaestra_slots.core.printable import one_line, printable
@@ -65,7 +66,7 @@ class TableExporter:
         report = ExportReport()
         # Lone surrogates, which models may write, are escaped: they must not end the export.
         text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
-        writer = csv.writer(text, lineterminator="\n")
+        writer = csv.writer(UnixRows(text))
         writer.writerow(COLUMNS)
         writer.writerows(line.cells() for line in _lines(groups, meta, report))
         # Otherwise the wrapper would close the caller's file when it is deleted.
