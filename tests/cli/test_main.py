@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -162,3 +163,12 @@ def test_output_that_finds_no_room_is_one_line() -> None:
             [sys.executable, "-m", "palaestra", "tools"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", ["env list", "runs", "doctor", "run my_env.py"])
+def test_a_command_in_a_deleted_folder_says_so(words: str, tmp_path: Path) -> None:
+    script = f'mkdir gone && cd gone && rmdir ../gone && exec {shlex.quote(sys.executable)} -m palaestra "$@"'
+    done = subprocess.run(["sh", "-c", script, "sh", *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 2)
+    assert done.returncode == 0 or "the current folder has been deleted" in done.stderr

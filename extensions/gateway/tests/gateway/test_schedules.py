@@ -54,7 +54,7 @@ def test_a_time_that_a_change_of_the_clocks_skips_or_repeats_comes_once():
 @pytest.mark.parametrize(
     "text",
     ["", "soon", "every", "every 10s", "every day", "60 * * * *", "* * * *", "0 9 * * 8", "0 0 30 2 *", "5-1 * * * *",
-     "*/0 * * * *", "a * * * *", "2020-01-01T00:00", "2026-13-01T00:00", "1.5h", "-5m"],
+     "*/0 * * * *", "a * * * *", "2020-01-01T00:00", "2026-13-01T00:00", "1.5h", "-5m", "999999w", "every 99999w"],
 )  # fmt: skip
 def test_what_is_no_schedule_is_refused(text):
     with pytest.raises(ValueError, match=r"."):

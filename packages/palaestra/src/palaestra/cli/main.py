@@ -95,6 +95,7 @@ Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than
 4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted or drained."""
 
 
+_NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -160,6 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             # click turns a KeyboardInterrupt into Abort, also outside of its standalone mode.
             raise KeyboardInterrupt from None
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not _is_somewhere():
+                raise ConfigError(
+                    "the current folder has been deleted: change to another one, such as `cd ~`"
+                ) from None
+            if error.errno in _NO_ACCESS and error.filename is not None:
+                raise DiskError(f"cannot use {error.filename}: {error.strerror}") from None
             # An error that names a file is not about standard output.
             if error.errno not in _NO_ROOM or error.filename is not None:
                 raise
@@ -177,6 +184,14 @@ def with_old_imports(words: Sequence[str]) -> list[str]:
 
     allow_old_imports()
     return [word for word in words if word != COMPAT]
+
+
+def _is_somewhere() -> bool:
+    """Return whether the current folder exists."""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _silence() -> None:
