@@ -60,6 +60,7 @@ CONFIGURES_CHAT = "it is one of your own chat settings, from which commands are 
 GIVES_KEYS = "commands on this machine read their API keys and the address of their model server from it"
 LEADS_OUT = "it is a symlink that leads out of the shared folder"
 BEHIND_A_LINK = "its path contains a symlink, or it is a folder on this machine"
+FULL_FOLDER = "a file cannot take the place of its folder on this machine"
 NOT_UTF_8 = "its name is not UTF-8"
 NOT_A_FILE = "it is neither a file nor a symlink"
 NEVER_WRITTEN = frozenset({MAKES_GIT_RUN, CONFIGURES_CHAT, GIVES_KEYS, LEADS_OUT, NOT_UTF_8, NOT_A_FILE})
@@ -368,7 +369,7 @@ class WorkFolder:
             each if each.problem or history_of(each.path) is None else replace(each, problem=self._obstacle(each))
             for each in changes
         ]
-        for change in history_only(checked):
+        for change in self._in_order(history_only(checked)):
             # Not checked before, because a folder may be there only after the link of its name has been removed.
             target, problem = self.root / change.path, change.problem or self._obstacle(change)
             if not problem:
@@ -379,6 +380,36 @@ class WorkFolder:
             if problem:
                 left.append(replace(change, problem=problem))
         return left
+
+    def _in_order(self, changes: Sequence[FolderChange]) -> Iterator[FolderChange]:
+        """Yield the changes so that a folder is emptied before a file or symlink takes its place. If the folder has
+        other files, or the new one cannot be written, neither is done, and the changes have a `problem`."""
+        deleted = {each.path for each in changes if each.after is None and not each.problem}
+        new = {each.path: each.problem for each in changes if each.after is not None and self._is_folder(each.path)}
+        first = {place: {path for path in deleted if path.startswith(f"{place}/")} for place in new}
+        kept = {place for place, problem in new.items() if problem or self._files_below(place) - first[place]}
+        early = set().union(*first.values())
+        blocked = kept.union(*(first[place] for place in kept))
+        for change in sorted(changes, key=lambda each: each.path not in early):
+            if change.path in blocked:
+                change = replace(change, problem=change.problem or FULL_FOLDER)
+            elif change.path in first and not change.problem:
+                for folder, _, _ in os.walk(self.root / change.path, topdown=False):
+                    with contextlib.suppress(OSError):  # then it is an obstacle
+                        os.rmdir(folder)
+            yield change
+
+    def _is_folder(self, path: str) -> bool:
+        target = self.root / path
+        return target.is_dir() and not target.is_symlink()
+
+    def _files_below(self, path: str) -> set[str]:
+        """Return the paths of all files and symlinks in a folder of this machine."""
+        found: set[str] = set()
+        for folder, folders, files in os.walk(self.root / path):
+            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            found |= {(Path(folder) / name).relative_to(self.root).as_posix() for name in (*files, *links)}
+        return found
 
     def decline(self, change: FolderChange) -> None:
         """Leave the person's file as it is: `changes` returns this change no more, but every later one."""

@@ -12,7 +12,7 @@ import pytest
 
 from palaestra_chat import workdir
 from palaestra_chat.config import ChatConfig, prompt
-from palaestra_chat.workdir import CHANGED_HERE, LEADS_OUT, NOT_A_FILE, NOT_UTF_8, Refreshed, WorkFolder
+from palaestra_chat.workdir import CHANGED_HERE, FULL_FOLDER, LEADS_OUT, NOT_A_FILE, NOT_UTF_8, Refreshed, WorkFolder
 from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
@@ -135,6 +135,34 @@ def test_a_link_out_of_the_folder_is_left_out_and_the_file_stays(tmp_path: Path,
         "a.txt": "precious",
         "b.txt": "precious",
     }
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    root = tmp_path / "work"
+    for name in ("conf/a.ini", "conf/deep/b.ini", "lib/x.py", "out/y", "busy/z", "real/r"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "lib/link").symlink_to("x.py")
+    before = everything(root)
+
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        done = await slot.execute("""
+            rm -r conf lib out busy; echo merged > conf; ln -s real lib; ln -s /etc out; echo new > busy
+        """)
+        assert done.success, done.output
+        changes = await folder.changes(slot)
+        (root / "busy/mine").write_text("mine")
+        problems = {each.path: each.problem for each in folder.apply(changes)}
+        assert problems == {"out": LEADS_OUT, "out/y": FULL_FOLDER, "busy": FULL_FOLDER, "busy/z": FULL_FOLDER}
+        after = everything(root)
+        assert (after["conf"][1], after["lib"][1]) == ("merged\n", "real")
+        assert {"out/y", "busy/z", "busy/mine"} <= after.keys()
+        assert not {"conf/a.ini", "lib/x.py"} & after.keys()
+        (root / "busy/mine").unlink()
+        assert folder.take_back(0) == []
+        assert everything(root) == before
+
+    with_slot(root, body)
 
 
 def test_nothing_is_written_back_that_makes_git_run_commands(tmp_path: Path) -> None:
