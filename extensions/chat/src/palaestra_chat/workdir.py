@@ -393,11 +393,14 @@ class WorkFolder:
         for change in sorted(changes, key=lambda each: each.path not in early):
             if change.path in blocked:
                 change = replace(change, problem=change.problem or FULL_FOLDER)
-            elif change.path in first and not change.problem:
-                for folder, _, _ in os.walk(self.root / change.path, topdown=False):
-                    with contextlib.suppress(OSError):  # then it is an obstacle
-                        os.rmdir(folder)
+            elif change.path in first:
+                self._remove_empty(change.path)
             yield change
+
+    def _remove_empty(self, path: str) -> None:
+        for folder, _, _ in os.walk(self.root / path, topdown=False):
+            with contextlib.suppress(OSError):  # then it is an obstacle
+                os.rmdir(folder)
 
     def _is_folder(self, path: str) -> bool:
         target = self.root / path

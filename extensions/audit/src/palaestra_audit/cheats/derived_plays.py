@@ -184,19 +184,25 @@ def _judged(task: Task, play: DerivedPlay, own: Play, solved: Play, changes: Cha
         unread = _unread_numbers(task, solved) if full else ""
         what = f"{earned}, although its last words give {unread}, which a tool returned" if unread else ""
         return replace(silent, what=what, note=True)
+    return _judged_by_state(silent, own, earned, changes, full=full)
+
+
+def _judged_by_state(silent: Judged, own: Play, earned: str, changes: Changes, *, full: bool) -> Judged:
+    play = silent.play
     lacks, certain = changes.lacking(own)
     if not lacks or (not certain and (changes.works or play.cheat is not WORDS)):
         return silent  # what is missing may only be the record of a lookup
     what = f"{earned}, although {_listed(lacks)} {'lack' if len(lacks) > 1 else 'lacks'} what the solution changes"
     if not full:
         return replace(silent, what=what if play.cheat is WORDS else "", note=True)
-    # A score may tolerate another number, such as a sum that is nearly right.
-    disputable = play.cheat is ARGUMENT and all(_is_number(own.after.get(path)) for path in lacks)
-    return replace(silent, what=what, note=disputable or not certain)
+    return replace(silent, what=what, note=not certain or _is_tolerable(play, [own.after.get(path) for path in lacks]))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_tolerable(play: DerivedPlay, values: Sequence[object]) -> bool:
+    """Return whether a score may tolerate these values, such as another sum that is nearly right."""
+    return play.cheat is ARGUMENT and all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in values
+    )
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -427,10 +427,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 # script.
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
-        recorded = given.recorded[1]
-        if recorded.get("server_type") == "scripted" and "base_url" in flags.values:
-            recorded = {}  # a server in place of a policy, whose name is no model's
-        top = [environ, ConfigLayer(RECORDED, recorded), flags]
+        top = [environ, ConfigLayer(RECORDED, _recorded_server(given.recorded[1], flags)), flags]
         if given.policy is not None:
             top.append(_scripted_layer(given.policy, flags))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
@@ -568,6 +565,13 @@ def _hide_secret(written: str, words: Sequence[str]) -> None:
         logger.warning(_ON_COMMAND_LINE, written)
     for word in words:
         hide(word)
+
+
+def _recorded_server(recorded: Mapping[str, JSON], flags: ConfigLayer) -> Mapping[str, JSON]:
+    """Return the settings of a recorded server that count beside the flags. An address takes the place of a scripted
+    policy, whose name is no model's."""
+    is_replaced = recorded.get("server_type") == "scripted" and "base_url" in flags.values
+    return {} if is_replaced else recorded
 
 
 def _scripted_layer(policy: str, flags: ConfigLayer) -> ConfigLayer:
