@@ -85,7 +85,7 @@ class HermesSweEnvironment(ListedEnvironment):
         for item in self._tasks():
             found.append(item)
             good += isinstance(item, ProgrammingTask)
-            if good == self.config.max_items:
+            if 0 < self.config.max_items == good:
                 break
         return found
 

@@ -116,6 +116,15 @@ def _contains(text: str, tests: str) -> bool:
     return len(wanted) >= _SHORTEST_LEAK and wanted in "".join(text.split())
 
 
+def _gives_mock(decorator: ast.expr) -> bool:
+    """Return whether a decorator of a test is `patch(…)` or `patch.object(…)` of unittest.mock without a replacement,
+    which passes the mock as an argument (docs.python.org, unittest.mock)."""
+    if not isinstance(decorator, ast.Call) or any(each.arg == "new" for each in decorator.keywords):
+        return False
+    *_, name = path = ast.unparse(decorator.func).split(".")
+    return len(decorator.args) < (3 if name == "object" else 2) and "patch" in path[-2:] and name in ("patch", "object")
+
+
 def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), prompt: str = "") -> HiddenTests:
     """Return tests that the harness can run by name. Raises `TaskError`.
 
@@ -135,7 +144,8 @@ def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), pr
     found = tests_in(tree.body, "")
     for _, function in found:
         wanted = [each.arg for each in function.args.args if each.arg != "self"]
-        if len(wanted) > len(function.args.defaults):
+        given = sum(_gives_mock(decorator) for decorator in function.decorator_list)
+        if len(wanted) > len(function.args.defaults) + given:
             raise TaskError(f"its test {function.name} needs the fixture {wanted[0]}, but tests run without pytest")
     for module in sorted(_imports(tree) - {MODULE, *known} - sys.stdlib_module_names):
         if not re.search(rf"\b{re.escape(module)}\b", prompt):

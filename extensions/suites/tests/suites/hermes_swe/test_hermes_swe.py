@@ -14,11 +14,12 @@ from palaestra.cli.main import main
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra_audit.cheats.proof import BANK, check_environment
+from palaestra_slots.core.errors import TaskError
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra_suites.grading.falsified import control
 from palaestra_suites.grading.harness import TestRun
 from palaestra_suites.grading.hidden_tests import errors_of, run_suite
-from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig
+from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig, HermesSweEnvironment
 from palaestra_suites.hermes_swe.programming_task import make_suite
 from palaestra_suites.toolchain.toolchain import interpreter
 
@@ -215,6 +216,18 @@ def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     journal = next(Path("runs").glob("*/*/journal.jsonl")).read_text()
     assert "wrong: its reference solution does not pass test_task" in journal
     assert "idle: its tests pass before any work is done" in journal
+
+
+@pytest.mark.parametrize(
+    ("most", "found"), [(0, [False, True, False, True]), (1, [False, True]), (2, [False, True, False, True])]
+)
+async def test_unusable_rows_do_not_count(tmp_path: Path, most: int, found: list[bool]) -> None:
+    good = {"prompt": "Write f into solution.py.", "entry_point": "f", "test": "assert f(1) == 1"}
+    rows = [{"id": "a"}, {**good, "id": "b"}, {"id": "c"}, {**good, "id": "d"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = HermesSweEnvConfig(dataset_name=str(tmp_path / "rows.jsonl"), max_items=most)
+    loaded = await HermesSweEnvironment(config).load()
+    assert [not isinstance(each, TaskError) for each in loaded] == found
 
 
 def test_the_settings_are_those_of_the_environment() -> None:

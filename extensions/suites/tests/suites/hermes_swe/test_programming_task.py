@@ -49,6 +49,12 @@ def test_columns_of_other_shapes() -> None:
         ("def test_a(): assert 1\nasync def test_b(x=1): assert x\n", ("test_a", "test_b")),
         ("import unittest\nclass T(unittest.TestCase):\n    def test_c(self): pass\n", ("T::test_c",)),
         (
+            "from unittest import TestCase, mock\nfrom unittest.mock import patch\nclass T(TestCase):\n"
+            "    @patch('os.getcwd')\n    @mock.patch.object(str, 'upper')\n    def test_d(self, one, other): pass\n"
+            "    @patch('os.sep', '/')\n    @patch('os.name', new='x')\n    def test_e(self): pass\n",
+            ("T::test_d", "T::test_e"),
+        ),
+        (
             "from __future__ import annotations\nimport math\nassert math.sqrt(1) == 1\n",
             ("test_task",),
         ),
@@ -66,6 +72,7 @@ def test_tests_by_their_names(code: str, names: tuple[str, ...]) -> None:
         ({"test": "assert ("}, "its tests are not Python"),
         ({"test": "x = 1\n"}, "its tests assert nothing"),
         ({"test": "def test_a(tmp_path): pass\n"}, "its test test_a needs the fixture tmp_path"),
+        ({"test": "@patch('os.sep', '/')\ndef test_a(mock): pass\n"}, "its test test_a needs the fixture mock"),
         ({"test": "import numpy\nassert numpy\n"}, "its tests import numpy, which is neither"),
         ({"files": "no mapping"}, "column 'files'"),
         ({"files": {"../a.py": ""}}, r"'../a.py' is not a path inside the workspace"),
