@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,9 @@ def test_it_lies_among_the_others_and_takes_nobodys_place(
 
 
 def test_a_word_of_pythons_names_no_environment(tmp_path: Path) -> None:
-    for template in TEMPLATES:
-        with pytest.raises(ConfigError, match="'class' cannot name an environment"):
-            write_environment("class", tmp_path, template)
+    for template, name in product(TEMPLATES, ("class", "range", "sorted")):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot name an environment"):
+            write_environment(name, tmp_path, template)
     assert not list(tmp_path.iterdir())
 
 

@@ -164,6 +164,30 @@ def test_schemas_are_those_of_the_newest_draft_and_of_ecma_patterns(schema: JSON
     refusal({"x": wrong}, around)
 
 
+@pytest.mark.parametrize(
+    ("more", "right", "wrong"),
+    [
+        (
+            {
+                "if": {"properties": {"k": {"const": "x"}}},
+                "then": {"properties": {"v": {"type": "integer"}}, "required": ["v"]},
+            },
+            {"k": "x", "v": 1},
+            {"k": "x"},
+        ),
+        ({"required": ["ghost"]}, {"ghost": 1}, {}),
+        ({"dependentSchemas": {"k": {"required": ["v"]}}}, {"k": "y", "v": 2}, {"k": "y"}),
+        ({"dependentRequired": {"k": ["v"]}}, {"k": "y", "v": 2}, {"k": "y"}),
+    ],
+)
+def test_an_argument_may_be_named_beside_the_properties(
+    more: dict[str, JSON], right: dict[str, JSON], wrong: dict[str, JSON]
+) -> None:
+    schema = {"type": "object", "properties": {"k": {"type": "string"}}, **more}
+    assert parse_arguments(right, schema) == right
+    refusal(wrong, schema)
+
+
 def test_a_pattern_takes_linear_time() -> None:
     around = {"properties": {"x": {"type": "string", "pattern": "^(a+)+$"}}}
     refusal({"x": "a" * 100_000 + "b"}, around)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from keyword import iskeyword
 from pathlib import Path
@@ -159,10 +160,10 @@ def write_environment(name: str, folder: Path, template: str = "function") -> Pa
     """Write `<name>_env.py` from one of `TEMPLATES` and return its path. Raises `ConfigError` if the name is invalid or
     that of a function in the template, or if the file exists or cannot be written."""
     name = name.removesuffix(".py").removesuffix("_env")
-    if not _NAME.fullmatch(name) or iskeyword(name):
+    if not _NAME.fullmatch(name) or iskeyword(name) or hasattr(builtins, name):
         raise ConfigError(
             f"{name!r} cannot name an environment: use lower-case letters, digits and _, begin with a "
-            "letter, and avoid Python keywords"
+            "letter, and avoid the names of Python's keywords and built-in functions"
         )
     path = folder / f"{name}_env.py"
     camel = "".join(word.capitalize() for word in name.split("_"))

@@ -252,11 +252,18 @@ def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
     return schema
 
 
+_NAMING = frozenset({
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if", "then",
+    "else", "dependentSchemas", "dependentRequired", "dependencies", "$ref", "$dynamicRef",
+})  # fmt: skip
+"""Keywords of JSON Schema that may name arguments beside `properties`."""
+
+
 def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the schema, changed to refuse unknown names unless one of its keywords may allow them."""
     closed = {"type": "object", **parameters}
-    open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-    if not any(form in closed for form in open_forms):
+    required = {*(parameters.get("required") or ())} - {*(parameters.get("properties") or ())}
+    if not required and _NAMING.isdisjoint(closed):
         closed["additionalProperties"] = False
     return closed
 

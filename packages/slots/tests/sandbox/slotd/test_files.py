@@ -83,3 +83,13 @@ def seen(root: int, tmp_path: Path, copy: str) -> list[str]:
     for _ in TreeCopy().tree(str(tmp_path / "d/nested"), str(tmp_path / copy)):
         pass
     return [*sorted(os.path.basename(entry["path"]) for entry in listed), *sorted(os.listdir(tmp_path / copy))]
+
+
+@pytest.mark.parametrize(
+    "path", ["/new/../file.txt", "/a/b/../../c/./d/../file.txt", "/new/./file.txt", "/d/../x/file.txt"]
+)
+def test_a_path_leads_up_through_folders_that_are_made(root: int, tmp_path: Path, path: str) -> None:
+    writing = files.Writing(root, path, None, os.getuid())
+    writing.add(b"text")
+    writing.finish()
+    assert (tmp_path / os.path.normpath(path[1:])).read_bytes() == b"text"

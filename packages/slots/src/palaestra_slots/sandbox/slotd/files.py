@@ -337,6 +337,9 @@ def _make_folders(root: int, path: str, owner: int) -> int:
     except FileNotFoundError:
         folder, name = posixpath.split(path.rstrip("/"))
         parent = _make_folders(root, folder, owner)
+    if name in (".", ".."):  # not made, and there now
+        os.close(parent)
+        return _open_folder(root, path)
     try:
         os.mkdir(name, 0o755, dir_fd=parent)
         os.chown(name, owner, owner, dir_fd=parent, follow_symlinks=False)
