@@ -43,6 +43,14 @@ def read(path: Path) -> list[Trajectory]:
     return [each.trajectory for each in found if isinstance(each, Imported)]
 
 
+@pytest.mark.parametrize("exporter", [OpenAIExporter(), ShareGPTExporter(), AtifExporter()], ids=lambda each: each.name)
+def test_a_byte_order_mark_is_no_part_of_a_file(exporter: Exporter, tmp_path: Path) -> None:
+    path = exported(tmp_path, exporter)
+    plain = [each.messages for each in read(path)]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [each.messages for each in read(path)] == plain
+
+
 @given(histories())
 def test_an_atif_document_gives_the_messages_back(messages: list[Message]) -> None:
     document, _ = atif_document(rollout(0, messages), [], META)
