@@ -18,7 +18,9 @@ import pytest
 
 from palaestra import open_run
 from palaestra.cli.main import main
+from palaestra_chat.batch.json_schema import NOT_JSON, JsonSchema
 from palaestra_contract.tools.catalog import get_all_tool_names
+from palaestra_slots.core.errors import ConfigError
 from prompts.answering import answering, asked, bodies
 
 KILLS = int(os.environ.get("PALAESTRA_KILLS", "4"))
@@ -250,6 +252,17 @@ def test_a_sample_is_tried_again_until_it_fits_the_schema(folder: Path, server: 
     reasons = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/shaped/discarded.jsonl")]
     assert reasons[0] == (0, 'the last reply does not fit the schema: n is not of type "integer"')
     assert reasons[1:] == [(0, "the last reply is not JSON"), *[(1, "the last reply is not JSON")] * 3]
+
+
+@pytest.mark.parametrize("reply", ['{"a": NaN}', "Infinity", '{"a": [-Infinity]}'])
+def test_a_reply_that_only_python_reads_is_not_json(reply: str) -> None:
+    assert JsonSchema({}, "s.json").problem(reply) == NOT_JSON
+    assert JsonSchema({}, "s.json").problem('{"a": 1.0}') == ""
+
+
+def test_a_schema_for_samples_has_no_pattern_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match="is not a usable JSON schema"):
+        JsonSchema({"properties": {"a": {"pattern": "("}}}, "s.json")
 
 
 @pytest.mark.slots

@@ -9,7 +9,7 @@ import pytest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.templates import ChatTemplate
-from palaestra_tokens.templates.jinja import WrittenOnce, template_of
+from palaestra_tokens.templates.jinja import WrittenOnce, for_template, template_of
 from palaestra_tokens.testing.fake_engine import CHATML, toy_tokenizer
 
 HI: list[Message] = [{"role": "user", "content": "<é> & 'x'"}]
@@ -98,3 +98,22 @@ def test_a_schema_is_written_once_and_reads_as_before() -> None:
     assert rendered(source, tools=[WrittenOnce(tool)]) == rendered(source, tools=[tool])
     indented = "{{ tools[0] | tojson(indent=2) }}"
     assert rendered(indented, tools=[WrittenOnce(tool)]) == rendered(indented, tools=[tool])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "'> ' + c.function.arguments + ' <'",
+        "'> ' + (c['function']['arguments'] | tojson) + ' <'",
+        "'> ' ~ (c.function.arguments + ' <')",
+    ],
+)
+def test_arguments_are_an_object_that_templates_may_concatenate(how: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ " + how + " }}{% endfor %}{% endfor %}"
+    )
+    call: JSON = {"id": "1", "function": {"name": "f", "arguments": '{"a": "é", "b": [1]}'}}
+    messages = for_template([{"role": "assistant", "content": None, "tool_calls": [call]}], None)
+    assert template.render(messages) == '> {"a": "é", "b": [1]} <'
+    each = "{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }} {% endfor %}"
+    assert ChatTemplate(each).render(messages) == "a=é b=[1] "

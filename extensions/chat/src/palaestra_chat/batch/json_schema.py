@@ -21,7 +21,7 @@ class JsonSchema:
     def __init__(self, schema: JSON, path: str) -> None:
         if not isinstance(schema, Mapping):
             raise ConfigError(f"{path} must hold a JSON schema, which is an object")
-        self._check = schema_check(schema, f"{path} is")
+        self._check = schema_check(schema, f"{path} is", every_pattern=True)
 
     def problem(self, reply: str) -> str:
         """Return why the reply does not fit the schema; empty if it fits. A fence of three backticks around the whole
@@ -29,10 +29,15 @@ class JsonSchema:
         first, _, rest = reply.strip().partition("\n")
         fenced = first.rstrip() in ("```", "```json") and rest.endswith("```")
         try:
-            self._check.validate(json.loads(rest[:-3] if fenced else reply))
+            self._check.validate(json.loads(rest[:-3] if fenced else reply, parse_constant=_refused))
         except ValidationError as error:
             where = ".".join(map(str, error.instance_path))
             return f"the last reply does not fit the schema: {one_line(f'{where}{error.message}'.strip(), 200)}"
         except (ValueError, RecursionError):
             return NOT_JSON
         return ""
+
+
+def _refused(constant: str) -> None:
+    """Refuse `NaN` and `Infinity`, which Python reads but JSON does not have."""
+    raise ValueError(constant)

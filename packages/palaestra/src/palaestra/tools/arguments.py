@@ -38,19 +38,20 @@ _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
 
 
-def schema_check(schema: Mapping[str, JSON], what: str) -> Validator:
+def schema_check(schema: Mapping[str, JSON], what: str, *, every_pattern: bool = False) -> Validator:
     """Return the check of a value against a JSON schema; its `validate` raises `jsonschema_rs.ValidationError`.
 
     A schema is read by the draft that it names, else as 2020-12, the dialect of MCP, and if it is not valid there as
-    draft 7 or 4. Patterns are those of ECMA 262; `format` is not checked, and neither is a pattern that cannot be read.
-    `what` begins the error for a schema that cannot be used, such as `a tool's parameters are`. Raises `ConfigError`.
+    draft 7 or 4. Patterns are those of ECMA 262; `format` is not checked, and neither is a pattern that cannot be read,
+    unless `every_pattern` makes it an error. `what` begins the error for a schema that cannot be used, such as `a
+    tool's parameters are`. Raises `ConfigError`.
     """
     problems = []
     for draft in (validator_for, Draft7Validator, Draft4Validator):
         try:
             # A copy for each draft, because `_validator` removes patterns from it.
             own = _without_empty_required(schema) if draft is Draft4Validator else copy.deepcopy(dict(schema))
-            return _validator(draft, own)
+            return _validator(draft, own, every_pattern=every_pattern)
         except (ValidationError, ReferencingError, ValueError, RecursionError) as error:
             problems.append(error)
     where = ".".join(map(str, getattr(problems[0], "instance_path", ())))
@@ -71,12 +72,12 @@ def _without_empty_required(value: JSON) -> JSON:
     }
 
 
-def _validator(draft: Callable[..., Validator], schema: dict[str, JSON]) -> Validator:
+def _validator(draft: Callable[..., Validator], schema: dict[str, JSON], *, every_pattern: bool) -> Validator:
     while True:
         try:
             return draft(schema, offline=True, mask="", validate_formats=False)
         except ValidationError as error:
-            if error.kind.name != "format" or error.instance_path[-1] != "pattern":
+            if every_pattern or error.kind.name != "format" or error.instance_path[-1] != "pattern":
                 raise
             # Each error names only one unreadable pattern, so the schema is compiled again without it.
             *way, last = error.instance_path

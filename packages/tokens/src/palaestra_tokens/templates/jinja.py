@@ -244,15 +244,26 @@ def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
     return {"id": call.get("id", ""), "type": "function", "function": written}
 
 
-def _arguments(arguments: JSON) -> JSON:
+class CallArguments(dict[str, JSON]):
+    """The arguments of a call. Most templates iterate over them or write them with `tojson`; those of DeepSeek
+    concatenate them with text, as OpenAI's API has them."""
+
+    def __add__(self, text: str) -> str:
+        return tojson(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + tojson(self)
+
+
+def _arguments(arguments: JSON) -> CallArguments:
     """Return the object that the arguments encode. Other text is wrapped in an object, because templates iterate over
     the keys."""
     if not isinstance(arguments, str):
-        return arguments or {}
+        return CallArguments(arguments or {})
     if not arguments.strip():
-        return {}
+        return CallArguments()
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {"malformed": arguments}
+    return CallArguments(value if isinstance(value, dict) else {"malformed": arguments})
