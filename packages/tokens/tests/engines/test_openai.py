@@ -322,10 +322,18 @@ def test_what_is_no_call_in_a_history_is_left_to_the_server_to_refuse() -> None:
         ask(LoopbackServer(FakeAnswer({"error": "a call with no function"}, 400)), messages=history)
 
 
-def test_a_server_that_refuses_malformed_history_is_given_it_wrapped() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        FakeAnswer({"detail": "Expecting value"}, 400),
+        FakeAnswer({"error": {"code": 500, "message": "Failed to parse tool call arguments as JSON: [json.exce"}}, 500),
+    ],
+    ids=["vllm", "llama.cpp"],
+)
+def test_a_server_that_refuses_malformed_history_is_given_it_wrapped(refusal: FakeAnswer) -> None:
     bad = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     history = [*HI, {"role": "assistant", "content": "", "tool_calls": [bad]}]
-    server = LoopbackServer(FakeAnswer({"detail": "Expecting value"}, 400), FakeAnswer(completion()))
+    server = LoopbackServer(refusal, FakeAnswer(completion()))
 
     async def twice(engine: OpenAIEngine) -> None:
         await engine.chat_completion(messages=history)

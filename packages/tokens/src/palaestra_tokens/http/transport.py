@@ -215,9 +215,9 @@ class Transport:
             finally:
                 # Before the wait for the next try, so that failing requests do not hold back the others of their lane.
                 self._lanes[lane].release()
-            # llama.cpp and Ollama report a conversation that is too long with
+            # llama.cpp and Ollama report a conversation that is too long, or a malformed call in it, with
             # status 500, which a retry would not change.
-            if response.status in retried and not is_too_long(response.status, server_says(response.body)):
+            if response.status in retried and not is_refusal(response.status, server_says(response.body)):
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
                 if asked_s is None and (delay := _RETRY_DELAY.search(response.body)):
                     asked_s = float(delay[1])
@@ -374,6 +374,14 @@ _WINDOW = re.compile(
 _WINDOW_FIELD = re.compile(rb'"n_ctx": *([0-9]{1,9})')
 """The window in an error of llama.cpp, beside the message."""
 _SMALLEST_WINDOW = 256
+
+
+_MALFORMED_CALL = re.compile(r"parse[^.]{0,30}(tool.?call|function)[^.]{0,20}arguments", re.IGNORECASE)
+
+
+def is_refusal(status: int, said: str) -> bool:
+    """Return whether an error of a server is about the request, although its status says that the server failed."""
+    return is_too_long(status, said) or (status == 500 and bool(_MALFORMED_CALL.search(said)))
 
 
 def is_too_long(status: int, said: str) -> bool:
