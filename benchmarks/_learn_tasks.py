@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from palaestra import JSON, Message, Rollout, Say, Slot, Task, ToolStep, environment
 from palaestra_tokens.testing.fake_engine import train_bpe
@@ -26,8 +26,6 @@ CLEAN, RIGHT = 0.8, 0.3
 first learns to copy names, and then to copy them only seldom."""
 
 VOCABULARY = 480
-
-Conversation: TypeAlias = Callable[[Task, random.Random, bool], list[Message]]
 
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}
@@ -146,11 +144,8 @@ def called(task: Task, command: str, output: str, said: str) -> list[Message]:
     ]
 
 
-def make_model(
-    out: Path, tasks: Sequence[Task], *, practice: int, seed: int, conversation: Conversation = conversation
-) -> float:
-    """Create a model in the folder `out`, let it practise `tasks`, and return the last loss in nats per token.
-    `conversation` returns a task's conversation, right or wrong."""
+def make_model(out: Path, tasks: Sequence[Task], *, practice: int, seed: int) -> float:
+    """Create a model in the folder `out`, let it practise `tasks`, and return the last loss in nats per token."""
     import torch
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

@@ -385,7 +385,9 @@ class WorkFolder:
         """Yield the changes so that a folder is emptied before a file or symlink takes its place. If the folder has
         other files, or the new one cannot be written, neither is done, and the changes have a `problem`."""
         deleted = {each.path for each in changes if each.after is None and not each.problem}
-        new = {each.path: each.problem for each in changes if each.after is not None and self._is_folder(each.path)}
+        new = {
+            each.path: each.problem for each in changes if each.after is not None and _is_folder(self.root / each.path)
+        }
         first = {place: {path for path in deleted if path.startswith(f"{place}/")} for place in new}
         kept = {place for place, problem in new.items() if problem or self._files_below(place) - first[place]}
         early = set().union(*first.values())
@@ -401,10 +403,6 @@ class WorkFolder:
         for folder, _, _ in os.walk(self.root / path, topdown=False):
             with contextlib.suppress(OSError):  # then it is an obstacle
                 os.rmdir(folder)
-
-    def _is_folder(self, path: str) -> bool:
-        target = self.root / path
-        return target.is_dir() and not target.is_symlink()
 
     def _files_below(self, path: str) -> set[str]:
         """Return the paths of all files and symlinks in a folder of this machine."""
@@ -576,7 +574,11 @@ class WorkFolder:
     def _inside(self, target: Path) -> bool:
         """Return whether a file may be written at `target`: no symlink leads to it, and it is not itself a
         directory."""
-        return target.parent.resolve() == target.parent and (target.is_symlink() or not target.is_dir())
+        return target.parent.resolve() == target.parent and not _is_folder(target)
+
+
+def _is_folder(target: Path) -> bool:
+    return target.is_dir() and not target.is_symlink()
 
 
 def too_large(root: Path) -> ConfigError:

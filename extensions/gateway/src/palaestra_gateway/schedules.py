@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, tzinfo
 
-MOST_S = 100 * 366 * 86_400.0
+MOST_S = 100 * 366 * 86_400.0  # the dates of Python end with the year 9999
 LEAST_INTERVAL_S = 60.0
 _LONGEST_DAYS = 366 * 8 + 2  # the longest time from one 29 February to the next
 
@@ -102,9 +102,9 @@ def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
             raise ValueError(f"{text!r} is too long: a job runs at least once in a hundred years")
         return Schedule(since, interval_s=interval_s)
     delay_s = _span(words)
-    if delay_s is not None and delay_s > MOST_S:
-        raise ValueError(f"{text!r} is too far away: a job runs within a hundred years")
     if delay_s is not None:
+        if delay_s > MOST_S:
+            raise ValueError(f"{text!r} is too far away: a job runs within a hundred years")
         return Schedule(since + delay_s)
     fields = _NAMED.get(words, words).split(" ")
     if len(fields) == 5:

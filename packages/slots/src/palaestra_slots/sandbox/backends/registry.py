@@ -11,7 +11,7 @@ replace a backend of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -49,7 +49,14 @@ def backend_names() -> tuple[str, ...]:
 
 def backend_words(names: str) -> list[str]:
     """Return the backend names in a setting, without their hosts."""
-    return [word.partition("=")[0] for word in names.split()] or [names]
+    return [name for name, _ in _with_hosts(names)] or [names]
+
+
+def _with_hosts(names: str) -> Iterator[tuple[str, bool]]:
+    """Yield each backend name in a setting, and whether the setting lists its hosts."""
+    for word in names.split():
+        name, _, hosts = word.partition("=")
+        yield name, hosts not in ("", "overflow")
 
 
 _CONTAINERS = ("docker", "singularity", "nomad")
@@ -158,18 +165,16 @@ _ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"}
 
 def uses_this_machine(names: str, config: JSON) -> bool:
     """Return whether one of the backends in `names` has slots on this machine."""
-    for word in names.split():
-        name, _, hosts = word.partition("=")
-        listed = name.startswith("docker") and (config.docker_hosts or hosts not in ("", "overflow"))
-        if name in _ON_THIS_MACHINE and not listed:
+    for name, listed in _with_hosts(names):
+        is_elsewhere = name.startswith("docker") and (listed or config.docker_hosts)
+        if name in _ON_THIS_MACHINE and not is_elsewhere:
             return True
     return False
 
 
 def _names_hosts(names: str, backend: str) -> bool:
     """Return whether the setting that names the backends also names the hosts of `backend`."""
-    words = (word.partition("=") for word in names.split())
-    return any(name.removesuffix("_direct") == backend and hosts not in ("", "overflow") for name, _, hosts in words)
+    return any(name.removesuffix("_direct") == backend and listed for name, listed in _with_hosts(names))
 
 
 def is_of_backends(setting: str) -> bool:
