@@ -42,7 +42,7 @@ from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, WARM_STA
 from palaestra_tokens.config import APIServerConfig
 from palaestra_train import TrainingConfig, TrainingReport
 from palaestra_train.tinker_client import TinkerTrainer
-from palaestra_train.trainer import TrainedRow
+from palaestra_train.trainer import TrainedRow, Weigh
 
 WARM, STEPS, GROUPS, GROUP_SIZE, RATE = 10, 13, 4, 8, 5e-4
 HELD_OUT, SAMPLES = 40, 4
@@ -52,7 +52,7 @@ LEAST_RISE, MOST_PLAIN, WARM_RANGE, MOST_CONTROL, MOST_GIB = 0.3, 0.05, (0.2, 0.
 class ShuffledTrainer(TinkerTrainer):
     """The same trainer, which deals the advantages of each group out to its rows at random."""
 
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
         rng, groups = random.Random(version), dict[str, list[int]]()
         for place, row in enumerate(rows):
             groups.setdefault(row.row.group_id, []).append(place)
@@ -61,7 +61,7 @@ class ShuffledTrainer(TinkerTrainer):
             others = rng.sample(places, len(places))
             for place, other in zip(places, others, strict=True):
                 dealt[place] = replace(rows[place], advantage=rows[other].advantage)
-        return await super().step(dealt, version)
+        return await super().step(dealt, version, weigh)
 
 
 def main() -> int:

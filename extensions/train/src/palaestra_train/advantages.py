@@ -20,7 +20,7 @@ from palaestra.rollouts.records import PLACEHOLDER, Group, Trajectory
 from palaestra_slots.core.errors import ConfigError, TrainerError
 from palaestra_train.config import TrainingConfig
 from palaestra_train.importance import SamplerMismatch, corrected
-from palaestra_train.trainer import TrainedRow
+from palaestra_train.trainer import TrainedRow, Weigh
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
 COUNTERFACTUAL = "counterfactual_rollouts"
@@ -65,7 +65,7 @@ class Verdicts:
 @dataclass(slots=True)
 class Batch:
     """The rows of one step. `refused` counts the refusals by reason, and `late` names the groups of weights that are
-    too old; `rewards` holds the rewards of all scored rollouts."""
+    too old; `rewards` holds the rewards of all scored rollouts. `mismatch` is set once the rows are weighed."""
 
     rows: list[TrainedRow] = field(default_factory=list)
     groups: int = 0
@@ -74,6 +74,7 @@ class Batch:
     rollouts: int = 0
     verdicts: Verdicts = field(default_factory=Verdicts)
     late: list[str] = field(default_factory=list)
+    mismatch: SamplerMismatch = field(default_factory=SamplerMismatch)
 
     def add(
         self,
@@ -139,19 +140,25 @@ class Batch:
         mean = sum(age * count for age, count in ages.items()) / max(1, ages.total())
         return {"staleness": mean, "most_staleness": max(ages)}
 
-    def weigh(self, own: Sequence[Sequence[float]], config: TrainingConfig, step: int) -> SamplerMismatch:
-        """Weigh the tokens of the rows by `own`, the trainer's log-probabilities, as `importance.corrected` does, and
-        return the mismatch. Rows of which every token is masked are refused. Raises `TrainerError` if sampler and
-        trainer differ too much on average."""
-        self.rows, found = corrected(self.rows, own, cap=config.importance_cap, limit=config.importance_limit)
-        self.refused[DIFFERENT] += found.rows
-        if found.mean > config.most_nats or not self.rows:
-            raise TrainerError(
-                f"step {step}: the log-probabilities of sampler and trainer differ by {found.mean:.3g} nats on average "
-                f"over {found.tokens} tokens (max_difference {config.most_nats:g}; {found.masked} tokens differ by a "
-                f"factor above {config.importance_limit:g}). Let the sampler use the trainer's weights and tokenizer"
-            )
-        return found
+    def weighing(self, config: TrainingConfig, step: int) -> Weigh:
+        """Return what weighs the tokens of a step by the trainer's log-probabilities, as `importance.corrected` does.
+        Rows of which every token is masked are refused. Raises `TrainerError` if sampler and trainer differ too much
+        on average."""
+
+        def weigh(rows: Sequence[TrainedRow], own: Sequence[Sequence[float]]) -> Sequence[TrainedRow]:
+            self.rows, found = corrected(rows, own, cap=config.importance_cap, limit=config.importance_limit)
+            self.refused[DIFFERENT] += found.rows
+            self.mismatch = found
+            if found.mean > config.most_nats or not self.rows:
+                raise TrainerError(
+                    f"step {step}: the log-probabilities of sampler and trainer differ by {found.mean:.3g} nats on "
+                    f"average over {found.tokens} tokens (max_difference {config.most_nats:g}; {found.masked} tokens "
+                    f"differ by a factor above {config.importance_limit:g}). Let the sampler use the trainer's weights "
+                    "and tokenizer"
+                )
+            return self.rows
+
+        return weigh
 
 
 def _rows(trajectory: Trajectory) -> list[ExportedRow]:

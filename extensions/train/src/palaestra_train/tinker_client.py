@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +33,7 @@ from palaestra_tokens.engines.sampling import Sampling
 from palaestra_tokens.engines.token_engine import TokenChat
 from palaestra_train.busy import BusyClock
 from palaestra_train.config import TrainingConfig
-from palaestra_train.trainer import TrainedRow
+from palaestra_train.trainer import TrainedRow, Weigh
 
 if TYPE_CHECKING:
     import tinker
@@ -48,6 +49,9 @@ START_TIMEOUT_S = 180.0
 CHECK_S, GONE_S = 2.0, 10.0
 """Seconds between checks of a server that has not answered yet, and the seconds for which it may be unreachable: the
 SDK itself would wait forever for a dead server."""
+
+SAME = 1e-3
+"""Importance weights that differ from 1 by less are those of the same probability, up to rounding."""
 
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096
@@ -214,43 +218,50 @@ class TinkerTrainer:
         self._engine.url = self._url
         await self._sample_with("0")
 
-    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
         import tinker
 
-        data = [
-            tinker.Datum(
-                model_input=tinker.ModelInput.from_ints(row.tokens[:-1]),
-                loss_fn_inputs=_tensors(row, weights=[0.0] * (len(row.tokens) - 1)),
-            )
-            for row in rows
-        ]
-        answer = await self._asked(self._client.forward(data, "cross_entropy"))
-        return [_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True)]
-
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
-        import tinker
-
-        config, count = self._config, sum(row.sampled for row in rows)
-        none = [[0.0] * len(row.importance) for row in rows]
-        penalties, numbers = await self._reference(rows) if config.kl_weight else (none, {})
-        data = [
-            tinker.Datum(model_input=tinker.ModelInput.from_ints(row.tokens[:-1]), loss_fn_inputs=inputs)
-            for row, inputs in (
-                (row, _tensors(row, **_loss_inputs(row, config, count, penalty)))
-                for row, penalty in zip(rows, penalties, strict=True)
-            )
-        ]
+        config = self._config
+        # A local server samples with the trainer's numbers, so nearly all importance weights are 1: the gradient with
+        # these weights comes from the pass that compares the numbers, and a second pass corrects the other tokens.
+        at_once = self._local is not None and config.loss_name == "importance_sampling" and not config.kl_weight
+        given = [_coefficients(row, sum(each.sampled for each in rows)) for row in rows]
+        own = await self._own(rows, given if at_once else None)
+        weighed = weigh(rows, own)
+        count, numbers = sum(row.sampled for row in weighed), dict[str, float]()
+        if at_once:
+            data = _corrections(rows, own, given, weighed, count)
+        else:
+            none = [[0.0] * len(row.importance) for row in weighed]
+            penalties, numbers = await self._reference(weighed) if config.kl_weight else (none, numbers)
+            data = [
+                _datum(row, **_loss_inputs(row, config, count, penalty))
+                for row, penalty in zip(weighed, penalties, strict=True)
+            ]
+        name, settings = _loss_call(config)
+        options = {"loss_fn_config": settings} if settings else {}
         rate = config.rate(int(version) - 1)
         adam = tinker.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
-        name, settings = _loss_call(config)
-        computing = self._client.forward_backward(data, name, **({"loss_fn_config": settings} if settings else {}))
+        computing = self._client.forward_backward(data, name, **options) if data else None
         stepping = self._client.optim_step(adam)
-        answer, stepped = await self._asked(computing), await self._asked(stepping)
+        if computing is not None:
+            await self._asked(computing)
+        stepped = await self._asked(stepping)
         await self._sample_with(version)
-        trained = (_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True))
-        loss = sum(_loss(row, found) / count for row, found in zip(rows, trained, strict=True))
+        loss = -sum(sum(_coefficients(row, count)) for row in weighed)
         used = {name: found for name, found in (stepped.metrics or {}).items() if name == "memory_gib"}
         return {"loss": loss, "learning_rate": rate, **numbers, **used}
+
+    async def _own(
+        self, rows: Sequence[TrainedRow], coefficients: Sequence[Sequence[float]] | None
+    ) -> list[list[float]]:
+        """Return the trainer's log-probabilities of the completions. If there are `coefficients`, the gradient of the
+        cross entropy, whose tokens they multiply, is added to the accumulated gradient."""
+        ask = self._client.forward if coefficients is None else self._client.forward_backward
+        weights = coefficients or [[0.0] * len(row.row.completion_ids) for row in rows]
+        data = [_datum(row, weights=_shifted(row, line)) for row, line in zip(rows, weights, strict=True)]
+        answer = await self._asked(ask(data, "cross_entropy"))
+        return [_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True)]
 
     async def _reference(self, rows: Sequence[TrainedRow]) -> tuple[list[list[float]], dict[str, float]]:
         """Return what the KL divergence from the base model subtracts from the advantage of each token, relative to the
@@ -365,25 +376,47 @@ def _loss_inputs(
     return found
 
 
-def _loss(row: TrainedRow, logprobs: Sequence[float]) -> float:
-    """Return the sum of `importance_sampling` over a row, from the server's log-probabilities, because not every server
-    reports the loss. It is the loss without clips."""
-    terms = zip(logprobs, row.own or row.logprobs, row.importance, strict=True)
-    return sum(-math.exp(found - before) * row.advantage * weight for found, before, weight in terms if weight)
+def _coefficients(row: TrainedRow, count: int) -> list[float]:
+    """Return by how much each token of the completion counts in a step of `count` sampled tokens. Their sum over all
+    rows is minus the loss before the step, without clips; not every server reports it."""
+    return [row.advantage * weight / count for weight in row.importance]
+
+
+def _corrections(
+    rows: Sequence[TrainedRow],
+    own: Sequence[Sequence[float]],
+    given: Sequence[Sequence[float]],
+    weighed: Sequence[TrainedRow],
+    count: int,
+) -> list[tinker.Datum]:
+    """Return data whose gradient turns that of the coefficients `given` into that of the rows `weighed`, of which some
+    of `rows` may be missing."""
+    data, left = [], deque(weighed)
+    for row, theirs, line in zip(rows, own, given, strict=True):
+        kept = bool(left) and left[0].row.completion_ids is row.row.completion_ids
+        wanted = _coefficients(left.popleft(), count) if kept else [0.0] * len(line)
+        apart = [new - old for new, old in zip(wanted, line, strict=True)]
+        if any(abs(each) > SAME * abs(old) for each, old in zip(apart, line, strict=True)):
+            now = [each if math.isfinite(each) else 0.0 for each in theirs]
+            data.append(_datum(row, logprobs=_shifted(row, now), advantages=_shifted(row, apart)))
+    if left:
+        raise TrainerError("weighed rows must be made of the given ones, in their order")
+    return data
 
 
 def _completion(row: TrainedRow, found: Any) -> list[float]:
     return [float(each) for each in found.tolist()][len(row.row.prompt_ids) - 1 :]
 
 
-def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
-    """Return the inputs of a loss: targets and `values`, each with one entry per predicted token."""
+def _datum(row: TrainedRow, **values: Sequence[float]) -> tinker.Datum:
+    """Return a row with the inputs of a loss: targets and `values`, each with one entry per predicted token."""
     import numpy as np
     import tinker
 
     arrays = {"target_tokens": np.array(row.tokens[1:], dtype=np.int64)}
     arrays |= {name: np.array(each, dtype=np.float32) for name, each in values.items()}
-    return {name: tinker.TensorData.from_numpy(array) for name, array in arrays.items()}
+    inputs = {name: tinker.TensorData.from_numpy(array) for name, array in arrays.items()}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(row.tokens[:-1]), loss_fn_inputs=inputs)
 
 
 @asynccontextmanager

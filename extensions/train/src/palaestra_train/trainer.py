@@ -3,10 +3,10 @@ weights. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra_tokens.chat_server import ServerEngine
@@ -46,6 +46,11 @@ class TrainedRow:
     def importance(self) -> list[float]:
         """The importance weight of each token of the completion; 0.0 where nothing is trained."""
         return [float(each) for each in (self.weights or self.row.mask)]
+
+
+Weigh: TypeAlias = Callable[[Sequence[TrainedRow], Sequence[Sequence[float]]], Sequence[TrainedRow]]
+"""Is given the rows of a step and the trainer's log-probabilities of their completions before it. Returns the rows with
+`own` and `weights`, in their order; rows may be left out. Raises `TrainerError` to refuse the step."""
 
 
 def sequence_row(
@@ -113,13 +118,10 @@ class Trainer(Protocol):
         """Load the model."""
         ...
 
-    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
-        """Return the trainer's own log-probabilities of each row's completion, one per token."""
-        ...
-
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
-        """Take one optimizer step on the rows, with the same weight for each sampled token, and let the engine sample
-        with the new weights as `version`. Returns metrics, including `loss`."""
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
+        """Take one optimizer step on the rows that `weigh` returns, and let the engine sample with the new weights as
+        `version`. `weigh` is called once, before the weights change. If it raises, the state must be loaded again
+        before another step. Returns metrics, including `loss`."""
         ...
 
     async def save(self, folder: Path) -> None:

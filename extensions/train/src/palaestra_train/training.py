@@ -39,7 +39,7 @@ from palaestra_train.models.merge import weights_folder
 from palaestra_train.rollouts_ahead import Drawn, RolloutsAhead
 from palaestra_train.task_memory import choose, remember
 from palaestra_train.trainer import Trainer
-from palaestra_train.warm_start import as_sampled, keep_rows, kept_rows, rows_of_step
+from palaestra_train.warm_start import CrossEntropy, keep_rows, kept_rows, rows_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -189,12 +189,12 @@ class Training:
         began, state, seed = time.monotonic(), self._state, self._runner.run_context.settings.seed
         with self.busy.working():
             rows = rows_of_step(self._demonstrations, state.step, self.config.groups, seed)
-            made, nats = as_sampled(rows, await self.trainer.logprobs(rows))
-            numbers = {**await self.trainer.step(made, str(state.step + 1)), "loss": nats}
+            learned = CrossEntropy()
+            numbers = {**await self.trainer.step(rows, str(state.step + 1), learned.weigh), "loss": learned.nats}
         self._check(numbers)
         state.step += 1
-        self._losses.append(nats)
-        counts = {"rows": len(made), "trained_tokens": sum(row.sampled for row in made)}
+        self._losses.append(learned.nats)
+        counts = {"rows": len(rows), "trained_tokens": sum(row.sampled for row in rows)}
         self._report(WARM_START, {**counts, "train_s": time.monotonic() - began, **numbers})
 
     def _check(self, numbers: Mapping[str, float]) -> None:
@@ -214,9 +214,10 @@ class Training:
         self._files.log_groups(groups)
         rolled_out = time.monotonic()
         with self.busy.working():
-            mismatch = batch.weigh(await self.trainer.logprobs(batch.rows), config, state.step + 1)
+            weigh = batch.weighing(config, state.step + 1)
+            numbers = await self.trainer.step(batch.rows, str(state.step + 1), weigh)
+            mismatch = batch.mismatch
             self._difference = max(self._difference, mismatch.largest)
-            numbers = await self.trainer.step(batch.rows, str(state.step + 1))
         self._check(numbers)
         if state.step == config.warm and not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
             self._warn(_NEVER)

@@ -42,7 +42,7 @@ from palaestra_tokens.tokenizers import model_source
 from palaestra_train.busy import BusyClock
 from palaestra_train.config import TrainingConfig
 from palaestra_train.pass_memory import PassMemory, peak_gib, recomputed
-from palaestra_train.trainer import TrainedRow, sequence_row
+from palaestra_train.trainer import TrainedRow, Weigh, sequence_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,10 +151,8 @@ class TrlTrainer:
         if self._server.server_type in _SERVED:
             await self._sample_as("0")
 
-    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
-        return await self._computed(lambda: self._own_logprobs(rows))
-
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
+        rows = weigh(rows, await self._computed(lambda: self._own_logprobs(rows)))
         if len(rows) >= self._rows:
             raise ConfigError(
                 f"a step has {len(rows)} rows, but TRL was set up for {self._rows - 1}: sub-agents and changed "

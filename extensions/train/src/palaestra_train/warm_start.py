@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -176,15 +177,22 @@ def rows_of_step(rows: Sequence[ExportedRow], step: int, count: int, seed: int) 
     return found
 
 
-def as_sampled(rows: Sequence[TrainedRow], own: Sequence[Sequence[float]]) -> tuple[list[TrainedRow], float]:
-    """Return the rows as if the trainer had sampled them with its log-probabilities `own`, so that their policy
-    gradient is that of the cross entropy, and the cross entropy in nats per trained token."""
-    made: list[TrainedRow] = []
-    nats, tokens = 0.0, 0
-    for row, theirs in zip(rows, own, strict=True):
-        on = row.row.mask
-        logprobs = [value if kept else 0.0 for value, kept in zip(theirs, on, strict=True)]
-        nats, tokens = nats - sum(logprobs), tokens + row.sampled
-        sampled = msgspec.structs.replace(row.row, logprobs=logprobs)
-        made.append(replace(row, row=sampled, own=list(theirs), weights=[float(each) for each in on]))
-    return made, nats / max(1, tokens)
+@dataclass(slots=True)
+class CrossEntropy:
+    """Weighs the rows of a supervised step. `nats` is then the cross entropy, in nats per trained token."""
+
+    nats: float = math.nan
+
+    def weigh(self, rows: Sequence[TrainedRow], own: Sequence[Sequence[float]]) -> list[TrainedRow]:
+        """Return the rows as if the trainer had sampled them with its log-probabilities `own`, so that their policy
+        gradient is that of the cross entropy."""
+        made: list[TrainedRow] = []
+        nats, tokens = 0.0, 0
+        for row, theirs in zip(rows, own, strict=True):
+            on = row.row.mask
+            logprobs = [value if kept else 0.0 for value, kept in zip(theirs, on, strict=True)]
+            nats, tokens = nats - sum(logprobs), tokens + row.sampled
+            sampled = msgspec.structs.replace(row.row, logprobs=logprobs)
+            made.append(replace(row, row=sampled, own=list(theirs), weights=[float(each) for each in on]))
+        self.nats = nats / max(1, tokens)
+        return made

@@ -22,7 +22,7 @@ from palaestra_train.atropos.batch_trainer import BatchTrainer, scored_batch
 from palaestra_train.atropos.connection import TrajectoryClient
 from palaestra_train.atropos.trajectory_server import serving
 from palaestra_train.atropos.wire import RequestRefusal, ScoredData, read_scored
-from palaestra_train.trainer import TrainedRow
+from palaestra_train.trainer import TrainedRow, Weigh
 
 STEPS = 6
 
@@ -62,10 +62,10 @@ class Dying(TabularTrainer):
         if self.rng.random() < self.at:
             raise Death
 
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
         self._die()
         self.trained.append(round(max(row.row.reward or 0.0 for row in rows), 3))
-        numbers = await super().step(rows, version)
+        numbers = await super().step(rows, version, weigh)
         self._die()
         return numbers
 

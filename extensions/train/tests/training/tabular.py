@@ -23,7 +23,7 @@ from palaestra_tokens.engines.token_engine import TokenChat
 from palaestra_tokens.testing.fake_engine import toy_tokenizer
 from palaestra_tokens.tokenizers import Tokenizer
 from palaestra_train.busy import BusyClock
-from palaestra_train.trainer import TrainedRow
+from palaestra_train.trainer import TrainedRow, Weigh
 
 REPLIES = ("bad", "fair", "good")
 REWARDS = {"bad": 0.0, "fair": 0.5, "good": 1.0}
@@ -90,11 +90,9 @@ class TabularTrainer:
 
     async def open(self) -> None: ...
 
-    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
         own = self.reply_logprobs()
-        return [[own[self.reply_of(row)], *[0.0] * (len(row.row.completion_ids) - 1)] for row in rows]
-
-    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+        rows = weigh(rows, [[own[self.reply_of(row)], *[0.0] * (len(row.row.completion_ids) - 1)] for row in rows])
         if self.gone:
             raise palaestra.TrainerError("the trainer is gone")
         self.steps.append([row.row.rollout_id for row in rows])

@@ -116,7 +116,8 @@ def long_rows(count: int, tokens: int = 400) -> Batch:
 
 
 def weigh(batch: Batch, own: list[list[float]], **settings: Any) -> SamplerMismatch:
-    return batch.weigh(own, TrainingConfig(**settings), step=1)
+    batch.weighing(TrainingConfig(**settings), step=1)(batch.rows, own)
+    return batch.mismatch
 
 
 def test_rows_that_differ_by_precision_alone_are_kept() -> None:

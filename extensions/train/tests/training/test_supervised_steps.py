@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from palaestra import ConfigError
 from palaestra_tokens.config import APIServerConfig
 from palaestra_train.pass_memory import GIB, PassMemory
 from palaestra_train.trainer import TrainedRow, sequence_row
-from palaestra_train.warm_start import as_sampled
+from palaestra_train.warm_start import CrossEntropy
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch")
 RATE = 1e-3
@@ -31,6 +33,60 @@ def demonstrations() -> list[TrainedRow]:
         assert row is not None
         rows.append(TrainedRow(row, 1.0))
     return rows
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["supervised", "sampled", "corrected", "rows left out", "advantages dealt anew"])
+async def test_one_pass_or_two_take_the_same_step(tmp_path: Path, kind: str) -> None:
+    """A local server's trainer takes the gradient of a step from the pass that compares log-probabilities. The same
+    server, named by its address, is trained in two passes."""
+    from palaestra_tokens.testing.tiny_model import make_tiny
+    from palaestra_train.tinker_client import TinkerTrainer
+
+    folder = tmp_path / "tiny"
+    make_tiny(folder, seed=1, hidden=64, layers=2)
+    served, config = APIServerConfig(model_name=str(folder)), palaestra.TrainingConfig(learning_rate=RATE)
+    rng, rows = random.Random(7), [replace(row, advantage=1.0 - number) for number, row in enumerate(demonstrations())]
+
+    def weigh(given: Sequence[TrainedRow], own: Sequence[Sequence[float]]) -> Sequence[TrainedRow]:
+        if kind == "supervised":
+            return CrossEntropy().weigh(given, own)
+        made = [
+            replace(row, own=list(line), weights=list(map(float, row.row.mask)))
+            for row, line in zip(given, own, strict=True)
+        ]
+        if kind == "corrected":
+            return [replace(row, weights=[on * rng.choice([1.0, 2.0, 0.4, 0.0]) for on in row.weights]) for row in made]
+        if kind == "advantages dealt anew":
+            return [replace(row, advantage=-2 * row.advantage + 0.5) for row in made]
+        return made[:1] + made[3:] if kind == "rows left out" else made
+
+    async def learned(trainer: TinkerTrainer) -> tuple[list[list[float]], list[list[float]], float]:
+        before = await trainer._own(rows, None)
+        losses = [(await trainer.step(rows, str(number), weigh))["loss"] for number in (1, 2)]
+        return before, await trainer._own(rows, None), losses[0]
+
+    one = TinkerTrainer(served, config, local=tmp_path / "states", seed=3)
+    await one.open()
+    two = TinkerTrainer(served, config, url=one._url, seed=3)
+    await two.open()
+    try:
+        state = rng.getstate()
+        before, after, loss = await learned(one)
+        rng.setstate(state)
+        before_too, after_too, loss_too = await learned(two)
+    finally:
+        await two.aclose()
+        await one.aclose()
+    assert before == before_too
+    assert loss == pytest.approx(loss_too, rel=1e-5)
+    moved = max(abs(a - b) for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
+    apart = max(
+        abs(a - b) for mine, other in zip(after, after_too, strict=True) for a, b in zip(mine, other, strict=True)
+    )
+    assert moved > 1e-3
+    assert apart < moved / 50, (apart, moved)
 
 
 @needs_trl
@@ -57,8 +113,8 @@ async def test_a_supervised_step_is_a_step_on_the_cross_entropy(
     trainer = TrlTrainer(APIServerConfig(model_name=str(folder)), config, rollouts=20, temperature=1.0)
     await trainer.open()
     try:
-        made, nats = as_sampled(rows, await trainer.logprobs(rows))
-        await trainer.step(made, "1")
+        learned = CrossEntropy()
+        await trainer.step(rows, "1", learned.weigh)
         weights = {name: each.detach().clone() for name, each in trainer._trl.model.state_dict().items()}
     finally:
         await trainer.aclose()
@@ -69,7 +125,7 @@ async def test_a_supervised_step_is_a_step_on_the_cross_entropy(
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[start - 1 :, 0]
         mask = torch.tensor(row.row.mask)
         summed, count = summed - (logprobs * mask).sum(), count + int(mask.sum())
-    assert nats == pytest.approx(float(summed) / count, rel=1e-4)
+    assert learned.nats == pytest.approx(float(summed) / count, rel=1e-4)
     (summed / count).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0).step()

@@ -417,7 +417,8 @@ def test_long_rows_of_a_sampler_in_bfloat16_are_trained(tokens: int) -> None:
         batch.rows.append(TrainedRow(made, 1.0))
     far = [any(abs(a - b) > 0.1 for a, b in zip(*each, strict=True)) for each in zip(sampled, own, strict=True)]
     assert all(far)  # the earlier limit, on the maximum over a row, refused every row
-    found = batch.weigh(own, palaestra.TrainingConfig(), step=1)
+    batch.weighing(palaestra.TrainingConfig(), step=1)(batch.rows, own)
+    found = batch.mismatch
     assert len(batch.rows) == len(ids)
     assert found.masked <= 0.001 * found.tokens
     assert 0.001 < found.mean < 0.1

@@ -89,11 +89,11 @@ class Stops(TabularTrainer):
 
     left = 3
 
-    async def step(self, rows: Any, version: str) -> Any:
+    async def step(self, rows: Any, version: str, weigh: Any) -> Any:
         if self.left == 0:
             raise TrainerError("killed")
         self.left -= 1
-        return await super().step(rows, version)
+        return await super().step(rows, version, weigh)
 
 
 @pytest.mark.parametrize("left", [1, 3, 5])

@@ -15,6 +15,7 @@ from palaestra_slots.core.errors import EngineRefused
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.serving.model_server import ModelServer
 from palaestra_train.trainer import TrainedRow, sequence_row
+from palaestra_train.warm_start import CrossEntropy
 
 pytestmark = [
     pytest.mark.torch,
@@ -77,11 +78,7 @@ def test_a_server_with_old_weights_ends_the_training(
             await trainer.open()
             try:
                 for number in range(1, 4):
-                    made = [
-                        TrainedRow(each.row, each.advantage, own, [float(on) for on in each.row.mask])
-                        for each, own in zip(rows(), await trainer.logprobs(rows()), strict=True)
-                    ]
-                    await trainer.step(made, str(number))
+                    await trainer.step(rows(), str(number), CrossEntropy().weigh)
                 return number
             finally:
                 await trainer.engine.aclose()

@@ -26,7 +26,6 @@ from palaestra_train.atropos.groups import VERSIONS
 from palaestra_train.atropos.wire import RequestRefusal, ScoredData, checked
 from palaestra_train.checkpoints import TrainingFiles, TrainingState
 from palaestra_train.config import TrainingConfig
-from palaestra_train.importance import SamplerMismatch
 from palaestra_train.trainer import TrainedRow, Trainer, sequence_row
 
 logger = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ class BatchTrainer:
         return self._batches / f"{step:06d}.json"
 
     async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:
-        config, mismatch = self.config, SamplerMismatch()
+        config = self.config
         batch = scored_batch(
             groups,
             most_tokens=self._most_tokens,
@@ -174,8 +173,7 @@ class BatchTrainer:
         version = str(state.step + 1)
         numbers: Mapping[str, float] = {"loss": 0.0}
         if batch.rows:
-            mismatch = batch.weigh(await self.trainer.logprobs(batch.rows), config, state.step + 1)
-            numbers = await self.trainer.step(batch.rows, version)
+            numbers = await self.trainer.step(batch.rows, version, batch.weighing(config, state.step + 1))
         else:
             self._note(f"step {version}: no row of the batch can be trained on ({dict(batch.refused)})")
         if not math.isfinite(numbers["loss"]):
@@ -187,7 +185,7 @@ class BatchTrainer:
             state.step,
             {
                 "reward": reward,
-                **mismatch.numbers(),
+                **batch.mismatch.numbers(),
                 **batch.staleness(int(version) - 1),
                 "rows": len(batch.rows),
                 "groups": batch.groups,
