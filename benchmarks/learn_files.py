@@ -143,7 +143,7 @@ def learn(kind: str, seed: int, model: str, out: Path, options: object) -> Train
             seed=seed,
             max_agent_turns=1,
             max_token_length=48,
-            concurrency=64,
+            concurrency=HELD_OUT * SAMPLES,
         )
     )
 
