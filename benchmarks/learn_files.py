@@ -38,9 +38,11 @@ from _measure import Row, judged, options_parser, progress, report, with_ceiling
 from files_env import files
 
 import palaestra
+from palaestra.rollouts.journal.reader import find_run
 from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, WARM_START, read_steps
+from palaestra_slots.core.errors import TrainerError
 from palaestra_tokens.config import APIServerConfig
-from palaestra_train import TrainingConfig, TrainingReport
+from palaestra_train import TrainingConfig
 from palaestra_train.tinker_client import TinkerTrainer
 from palaestra_train.trainer import TrainedRow, Weigh
 
@@ -82,11 +84,10 @@ def main() -> int:
         for kind in kinds:
             name, began = f"seed {seed}, {kind}", time.monotonic()
             shutil.rmtree(options.out / kind / str(seed), ignore_errors=True)
-            learned = learn(kind, seed, model, options.out / kind / str(seed), options)
-            curves[name] = learned.run.folder
-            rows += measured(name, kind, learned, options.quick)
+            curves[name] = learn(kind, seed, model, options.out / kind / str(seed), options)
+            rows += measured(name, kind, curves[name], options.quick)
             rows.append(Row(f"{name}: everything", time.monotonic() - began, "s"))
-            progress(f"{name}: {learned.result.after}")
+            progress(name)
     picture = options.out / "learn.png"
     plot(curves, picture, "SmolLM2-135M on tasks with files", warm=WARM)
     for name, folder in curves.items():
@@ -113,8 +114,9 @@ def tiny(out: Path) -> str:
     return str(out / "tiny")
 
 
-def learn(kind: str, seed: int, model: str, out: Path, options: object) -> TrainingReport:
-    """Train the model with one seed in the folder `out`."""
+def learn(kind: str, seed: int, model: str, out: Path, options: object) -> Path:
+    """Train the model with one seed in the folder `out`. Return the run's folder. Shuffled rewards can ruin the model
+    until all rollouts fail, and a tiny model earns nothing: such a run ends with its last evaluation."""
     quick = options.quick
     warm, steps, held_out = (2, 2, 4) if quick else (WARM, options.steps, HELD_OUT)
     config = TrainingConfig(
@@ -126,35 +128,42 @@ def learn(kind: str, seed: int, model: str, out: Path, options: object) -> Train
         most_draws=20 if quick else 3,
         learning_rate=RATE,
         schedule="linear",
-        eval_every=steps,
+        eval_every=max(1, steps // 4) if kind == "control" else steps,
         eval_tasks=held_out,
         eval_samples=1 if quick else SAMPLES,
         save_every=4,
     )
     trainer = ShuffledTrainer if kind == "control" else TinkerTrainer
-    return asyncio.run(
-        palaestra.train(
-            files(n=24 if quick else 240, outside=held_out, drawn_with=seed),
-            trainer=trainer(APIServerConfig(model_name=model), config, local=out / "tinker-states", seed=seed),
-            group_size=GROUP_SIZE,
-            folder=out,
-            progress=True,
-            training=config,
-            seed=seed,
-            max_agent_turns=1,
-            max_token_length=48,
-            concurrency=HELD_OUT * SAMPLES,
+    try:
+        report = asyncio.run(
+            palaestra.train(
+                files(n=24 if quick else 240, outside=held_out, drawn_with=seed),
+                trainer=trainer(APIServerConfig(model_name=model), config, local=out / "tinker-states", seed=seed),
+                group_size=GROUP_SIZE,
+                folder=out,
+                progress=True,
+                training=config,
+                seed=seed,
+                max_agent_turns=1,
+                max_token_length=48,
+                concurrency=HELD_OUT * SAMPLES,
+            )
         )
-    )
+    except TrainerError as error:
+        if kind != "control" and not quick:
+            raise
+        print(error, file=sys.stderr)
+        return find_run(str(out))
+    return report.run.folder
 
 
-def measured(name: str, kind: str, learned: TrainingReport, quick: bool) -> list[Row]:
+def measured(name: str, kind: str, folder: Path, quick: bool) -> list[Row]:
     """Return the rows of the table for one training run."""
-    lines = list(read_steps(learned.run.folder))
+    lines = list(read_steps(folder))
     evaluations = [line for line in lines if line["kind"] == EVALUATION]
     plain, *_, last = [float(line["reward"]) for line in evaluations]
     warm = float(evaluations[1]["reward"])
-    margin = interval(learned, evaluations[-1])
+    margin = interval(folder)
     memory = max(float(line.get("memory_gib", 0.0)) for line in lines)
     spent = {
         each: sum(line.get("rollout_s", 0.0) + line["train_s"] for line in lines if line["kind"] == each)
@@ -179,12 +188,10 @@ def measured(name: str, kind: str, learned: TrainingReport, quick: bool) -> list
     return rows
 
 
-def interval(learned: TrainingReport, evaluation: Mapping[str, float]) -> float:
+def interval(folder: Path) -> float:
     """Return half the width of the 95% interval of the last evaluation, from the means of its tasks."""
-    groups = palaestra.open_run(learned.run.folder).groups
-    last = sorted((group for group in groups), key=lambda group: group.number)[
-        -round(evaluation["rollouts"] / SAMPLES) :
-    ]
+    groups = [group for group in palaestra.open_run(folder).groups if len(group.trajectories) == SAMPLES]
+    last = sorted(groups, key=lambda group: group.number)[-HELD_OUT:]
     means = [statistics.fmean(each.reward for each in group.scored) for group in last if group.scored]
     return 1.96 * statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
 
