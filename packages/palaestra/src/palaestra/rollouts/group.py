@@ -54,7 +54,6 @@ from palaestra_slots.core.types import JSON, Blame, Limits, NetworkPolicy, Task
 from palaestra_slots.core.user_code import call_hook, run_hook, told
 from palaestra_slots.sandbox.images.reference import check_image
 from palaestra_slots.sandbox.slot import Slot, Snapshot
-from palaestra_slots.sandbox.snapshots.cache import Put, Recipe, RunStep
 
 logger = logging.getLogger(__name__)
 
@@ -494,7 +493,7 @@ class Preparation:
             if recipe is None or prepared is None:
                 return await self._make(stages)
             with stages.stage("store"):
-                taken = await prepared.take(recipe, partial(self._make, stages))
+                taken = await prepared().take(recipe, partial(self._make, stages))
             self._group.from_store = taken.found
             # If it was not found, `_make` has counted the time already.
             if taken.found:
@@ -510,6 +509,9 @@ class Preparation:
         declared = self._env.recipe(task)
         if declared is None:
             return True, None
+        # Imported here, because most tasks have no recipe.
+        from palaestra_slots.sandbox.snapshots.cache import Put, Recipe, RunStep
+
         files = [Put(path, _bytes(content)) for path, content in task.files.items()]
         setup = [RunStep(task.setup)] if task.setup else []
         version = json.dumps(declared, sort_keys=True)

@@ -40,6 +40,9 @@ LAST = "last"
 SET_NAME = "set.json"
 """The file that lists the runs of an evaluation set, in the folder of the set."""
 
+FORK_NAME = "fork.json"
+"""The file with what a counterfactual run continues, in the folder of the run."""
+
 
 class _Place(msgspec.Struct, array_like=True):
     """The file offsets of the lines that start and end a group and, by index, of its rollouts' lines."""

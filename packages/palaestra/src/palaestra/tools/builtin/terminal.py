@@ -18,8 +18,6 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 from palaestra_slots.core.errors import InfraError
 from palaestra_slots.core.reply_size import head_within, sent_chars, tail_within
 from palaestra_slots.core.types import JSON
-from palaestra_slots.processes.registry import ProcessRegistry
-from palaestra_slots.processes.session import Watch
 from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
@@ -151,6 +149,10 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Start `command` as a session of the task. The reply has its `session_id`, or the reason why it was not
     started."""
+    # imported here, because most rollouts start nothing in the background
+    from palaestra_slots.processes.registry import ProcessRegistry
+    from palaestra_slots.processes.session import Watch
+
     slot = await run.slot()
     workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
     interval_s = arguments.get("check_interval")

@@ -26,6 +26,10 @@ from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
 
 
+JUDGING: ContextVar[bool] = ContextVar("judging", default=False)
+"""Whether a check makes the calls: equal questions that a check asks a model have one verdict in a run."""
+
+
 @dataclass(slots=True)
 class CheckedCall:
     """A call that may run: the tool exists, and `arguments` fit its schema (`call_tool` leaves this check to its
