@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -52,8 +52,10 @@ from palaestra_slots.core.exits import plural
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON, Blame, Limits, NetworkPolicy, Task
 from palaestra_slots.core.user_code import call_hook, run_hook, told
-from palaestra_slots.sandbox.images.reference import check_image
 from palaestra_slots.sandbox.slot import Slot, Snapshot
+
+if TYPE_CHECKING:
+    from palaestra_slots.sandbox.snapshots.cache import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -618,6 +620,8 @@ def _checked(task: Task) -> Task:
         if not isinstance(value, kinds):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kinds[0].__name__}")
     if task.image:
+        from palaestra_slots.sandbox.images.reference import check_image  # imported here, as most tasks have none
+
         try:
             check_image(task.image)
         except ImageError as error:

@@ -24,7 +24,6 @@ from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
-from palaestra_slots.sandbox.slotd.network import allowlist
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; NONE is used only if requested by name
@@ -398,6 +397,8 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
     invalid host."""
     if not isinstance(spec.network, AllowList):
         return None
+    from palaestra_slots.sandbox.slotd.network import allowlist  # imported here, because few slots have such a list
+
     for host in spec.network.hosts:
         try:
             allowlist.parse(host)
@@ -436,9 +437,11 @@ def _proxies(spec: SlotSpec) -> dict[str, str]:
     """Return the proxy variables of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
         return {}
+    from palaestra_slots.sandbox.slotd.network.allowlist import PROXY_PORT  # imported here, as above
+
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
     own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
-    return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
 
 
 def mounts_of(mounts: Sequence[Mount]) -> list[list[str | bool]]:

@@ -16,7 +16,6 @@ from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.spec import AgentSettings, RecordedTools
 from palaestra.tools.mcp.mcp_config import toolset_of
 from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool_registry, installed_tools
-from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
 from palaestra_slots.core.config import local_path
@@ -133,6 +132,8 @@ def kit(
     random generator; `extra` are the environment's own tools; `shared` holds objects that the tools of all groups
     share."""
     if config.distribution is not None:
+        from palaestra.tools.registry.distributions import sample_toolsets_from_distribution  # imported here, as above
+
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
