@@ -22,7 +22,6 @@ from palaestra_slots.core.types import JSON, AllowList, Limits, Network
 from palaestra_slots.sandbox.isolation.self_test import explain, prove
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
-from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
 
@@ -427,8 +426,11 @@ def environment(
     Programs of declared packages come first, as in a virtual environment."""
     own = dict(spec.env)
     path = own.get("PATH") or of_image.get("PATH") or path
-    if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
-        path = f"{PACKAGES_DIR}/bin:{path}"
+    if spec.mounts:
+        from palaestra_slots.sandbox.python_call import PACKAGES_DIR  # imported here, because most slots have no mounts
+
+        if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
+            path = f"{PACKAGES_DIR}/bin:{path}"
     usual = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
     return {**usual, **of_image, **_proxies(spec), **own, "PATH": path}
 

@@ -18,7 +18,6 @@ from typing import Protocol, overload
 
 from palaestra_slots.core.errors import ConfigError, InfraError
 from palaestra_slots.core.types import JSON, AllowList, Limits, Network, network
-from palaestra_slots.sandbox import python_call
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
@@ -481,6 +480,8 @@ class Slot(Protocol):
         missing, raises, ends its process, or returns anything but JSON (NaN and infinity are not JSON); a score that
         does not catch this error is 0. Raises FileNotFoundError if the slot has no `python3`.
         """
+        from palaestra_slots.sandbox import python_call  # imported here, because few checks call a function
+
         command, stdin = python_call.request(function, args, kwargs or {}, python_path)
         result = await self.execute(command, cwd=cwd, stdin=stdin, timeout_s=timeout_s, verdict=True, spill=False)
         return python_call.value(

@@ -41,7 +41,6 @@ from palaestra.envs.run.evaluate import (
     save_evaluation,
     shortened,
 )
-from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
 from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.rollouts.environment import Environment
@@ -790,6 +789,8 @@ class CommandRun:
 
     async def _chosen(self, tasks: int) -> Mapping[str, JSON]:
         """Return the metrics of an evaluation of some of the environment's tasks; none if it has all of them."""
+        from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
+
         if not chooses(self.output.settings, tasks):
             return {}
         total = await self.environment.tasks_total()

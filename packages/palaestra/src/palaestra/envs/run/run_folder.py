@@ -42,13 +42,12 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.origin import mark_origin
-from palaestra.rollouts.journal.reader import FORK_NAME, SET_NAME, find_run
+from palaestra.rollouts.journal.reader import FORK_NAME, SET_NAME, WORLD_NAME, find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
-from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.regraded import read_grades
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair

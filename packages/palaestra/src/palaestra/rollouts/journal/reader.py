@@ -42,6 +42,9 @@ LAST = "last"
 SET_NAME = "set.json"
 """The file that lists the runs of an evaluation set, in the folder of the set."""
 
+WORLD_NAME = "world.jsonl"
+"""The file with the replies of tools that reach outside, in the folder of the run."""
+
 FORK_NAME = "fork.json"
 """The file with what a counterfactual run continues, in the folder of the run."""
 
