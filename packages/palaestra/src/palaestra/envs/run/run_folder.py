@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -52,7 +53,6 @@ from palaestra.rollouts.regraded import read_grades
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError, DiskError
-from palaestra_slots.core.io import plugins
 from palaestra_slots.core.io.durable_files import KEPT, private
 from palaestra_slots.core.types import JSON
 from palaestra_tokens.config import APIServerConfig
@@ -321,7 +321,7 @@ def write_report(folder: Path, path: Path, own: Mapping[str, float], copy: Path 
     """Write the report of a finished run with the extension that provides it, if one is installed. It reads the run's
     files, so that nothing of the run depends on it. `copy` is the path of a second file."""
     try:
-        for point in plugins.all_points(REPORTS):
+        for point in entry_points(group=REPORTS):
             cast("WriteReport", point.load())(folder, path, own)
         if copy is not None and path.is_file():
             shutil.copyfile(path, copy)

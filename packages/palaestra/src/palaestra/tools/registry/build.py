@@ -19,8 +19,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
@@ -29,9 +30,6 @@ from palaestra.tools.tool import States, Tool
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io import plugins
 from palaestra_slots.core.types import JSON
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ def _references(toolset: str) -> Iterator[object]:
 def installed_tools() -> tuple[Installed, ...]:
     """Return the tools of installed packages, by entry point. Looked up once per process."""
     return tuple(
-        load(point) for point in sorted(plugins.all_points(GROUP), key=lambda point: (point.name, point.value))
+        load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     )
 
 

@@ -13,9 +13,9 @@ import functools
 import importlib.util
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from palaestra_slots.core.errors import ConfigError
 
@@ -38,11 +38,6 @@ def is_own(module: str) -> bool:
     return module.partition(".")[0] in OWN_PACKAGES
 
 
-def all_points(group: str) -> Sequence[EntryPoint]:
-    """Return the entry points of a group, also several of one name."""
-    return [point for point in scan() if point.group == group]
-
-
 @functools.cache
 def scan() -> Sequence[EntryPoint]:
     """Return all entry points of installed packages. They are read once per process, because that opens a file of each
@@ -51,13 +46,15 @@ def scan() -> Sequence[EntryPoint]:
 
     if sys.version_info >= (3, 12):
         return tuple(entry_points())
-    return tuple(itertools.chain.from_iterable(dict.values(entry_points())))
+    grouped = cast("dict[str, Iterable[EntryPoint]]", entry_points())
+    return tuple(itertools.chain.from_iterable(dict.values(grouped)))
 
 
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group by name, sorted. If two packages offer the same name, Palaestra's own entry
     point wins, otherwise that of the package whose name sorts first."""
-    points = sorted(all_points(group), key=lambda point: (point.name, _package(point) not in _OWN, _package(point)))
+    here = (point for point in scan() if point.group == group)
+    points = sorted(here, key=lambda point: (point.name, _package(point) not in _OWN, _package(point)))
     found: dict[str, EntryPoint] = {}
     for point in points:
         found.setdefault(point.name, point)
