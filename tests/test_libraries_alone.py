@@ -38,9 +38,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
-    plugins.scan.cache_clear()
+    plugins.installed.cache_clear()
     yield
-    plugins.scan.cache_clear()
+    plugins.installed.cache_clear()
 
 
 @pytest.mark.slots

@@ -58,11 +58,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (site / "theirs_module.py").write_text(module)
         (site / "theirs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
         (site / "theirs-1.dist-info/entry_points.txt").write_text(points)
-        plugins.scan.cache_clear()
+        plugins.installed.cache_clear()
 
     yield write
     sys.modules.pop("theirs_module", None)
-    plugins.scan.cache_clear()
+    plugins.installed.cache_clear()
 
 
 def test_shipped_environments_are_found_in_an_empty_folder(

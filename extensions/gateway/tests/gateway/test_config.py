@@ -11,7 +11,7 @@ from palaestra_gateway.command import EXAMPLE
 from palaestra_gateway.config import GatewayConfig, PlatformConfig, read_config
 from palaestra_gateway.platforms.registry import GROUP, PLATFORMS, make_platform
 from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.core.io.plugins import scan
+from palaestra_slots.core.io.plugins import installed
 
 PAGE = Path(__file__).parents[4] / "docs/gateway.md"
 
@@ -69,7 +69,7 @@ def test_a_package_offers_a_platform(name, tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-chat\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = their_chat:Chat\nmatrix = their_chat:Chat\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    scan.cache_clear()
+    installed.cache_clear()
     try:
         assert make_platform(f"{name}-2", PlatformConfig(extra={"url": "x"})).name == f"{name}-2"
         with pytest.raises(ConfigError, match=r"uri .*The settings are url"):
@@ -80,7 +80,7 @@ def test_a_package_offers_a_platform(name, tmp_path, monkeypatch):
         )
     finally:
         sys.modules.pop("their_chat", None)
-        scan.cache_clear()
+        installed.cache_clear()
 
 
 async def test_an_unknown_toolset_ends_the_start(tmp_path):

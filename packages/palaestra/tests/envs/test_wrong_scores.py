@@ -13,7 +13,7 @@ from palaestra.cli.main import main
 from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra_slots.core.io.plugins import scan
+from palaestra_slots.core.io.plugins import installed
 from palaestra_slots.core.types import Blame
 
 pytestmark = pytest.mark.slots
@@ -155,7 +155,7 @@ def test_a_backend_that_cannot_keep_work_goes_on_after_a_failed_check(
     (info / "entry_points.txt").write_text("[palaestra.backends]\nelsewhere = elsewhere:Elsewhere\n")
     Path("elsewhere.py").write_text(ELSEWHERE)
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    scan.cache_clear()
+    installed.cache_clear()
     try:
         _, journal = run("task.nothing", "--env.terminal_backend", "elsewhere")
         found = palaestra.open_run(journal.parent).trajectories
@@ -164,4 +164,4 @@ def test_a_backend_that_cannot_keep_work_goes_on_after_a_failed_check(
         assert main(["run", "my_env.py", "--policy", "oracle", "--backend", "elsewhere", "--keep-workspaces"]) == 2
         assert "the elsewhere backend cannot keep workspaces" in capsys.readouterr().err
     finally:
-        scan.cache_clear()
+        installed.cache_clear()

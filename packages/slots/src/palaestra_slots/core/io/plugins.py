@@ -11,11 +11,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import itertools
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from palaestra_slots.core.errors import ConfigError
 
@@ -39,22 +37,14 @@ def is_own(module: str) -> bool:
 
 
 @functools.cache
-def scan() -> Sequence[EntryPoint]:
-    """Return all entry points of installed packages. They are read once per process, because that opens a file of each
-    package."""
-    from importlib.metadata import entry_points  # a slow import that most command lines do not need
-
-    if sys.version_info >= (3, 12):
-        return tuple(entry_points())
-    grouped = cast("dict[str, Iterable[EntryPoint]]", entry_points())
-    return tuple(itertools.chain.from_iterable(dict.values(grouped)))
-
-
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group by name, sorted. If two packages offer the same name, Palaestra's own entry
     point wins, otherwise that of the package whose name sorts first."""
-    here = (point for point in scan() if point.group == group)
-    points = sorted(here, key=lambda point: (point.name, _package(point) not in _OWN, _package(point)))
+    from importlib.metadata import entry_points  # a slow import that most command lines do not need
+
+    points = sorted(
+        entry_points(group=group), key=lambda point: (point.name, _package(point) not in _OWN, _package(point))
+    )
     found: dict[str, EntryPoint] = {}
     for point in points:
         found.setdefault(point.name, point)
