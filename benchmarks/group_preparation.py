@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import _measure as measure
@@ -97,7 +98,7 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     async with SlotPool(SlotPoolConfig(), backend) as pool:
         run = RunContext(
             ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
-            Workspaces(pool, PreparedBefore(backend, SnapshotStore(Path(store)).open) if store else None),
+            Workspaces(pool, partial(PreparedBefore, backend, SnapshotStore(Path(store)).open) if store else None),
             EventStream(Journal(folder / "journal.jsonl")),
             settings=RunSettings(group_size=rollouts),
         )

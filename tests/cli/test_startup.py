@@ -17,6 +17,32 @@ HEAVY = (
     "palaestra_slots.sandbox.backends.local",
     "jinja2",
 )
+OPTIONAL = (
+    "aiohttp",
+    "palaestra.envs.cache_key",
+    "palaestra.envs.run.elsewhere",
+    "palaestra.envs.run.pass_at_k",
+    "palaestra.rollouts.counterfactual",
+    "palaestra.rollouts.export.exporter",
+    "palaestra.rollouts.grading.blame",
+    "palaestra.rollouts.observe.tracing",
+    "palaestra.rollouts.observe.trackers",
+    "palaestra.rollouts.recorded_tools",
+    "palaestra.rollouts.resume.observation_diff",
+    "palaestra_slots.images",
+    "palaestra_slots.processes",
+    "palaestra_slots.sandbox.images",
+    "palaestra_slots.sandbox.python_call",
+    "palaestra_slots.sandbox.service",
+    "palaestra_slots.sandbox.slot_tools",
+    "palaestra_slots.sandbox.slotd.network",
+    "palaestra_slots.sandbox.snapshots",
+    "palaestra_tokens.ledger.verify",
+    "palaestra_view.comparison",
+    "palaestra_view.search_texts",
+)
+"""What a run loads only if a task, a setting, a failure or the model's answers need it."""
+
 ENV = """
 from palaestra import Task, environment
 
@@ -36,9 +62,9 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
 
 
 @pytest.mark.slots
-def test_a_scripted_run_loads_no_http_client(tmp_path: Path) -> None:
+def test_a_scripted_run_loads_nothing_optional(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(ENV.replace("@environment", '@environment(toolsets=["terminal"])'))
-    script, words = SCRIPT.replace(repr(HEAVY), repr(("aiohttp",))), ["run", "my_env.py", "--policy", "noop"]
+    script, words = SCRIPT.replace(repr(HEAVY), repr(OPTIONAL)), ["run", "my_env.py", "--policy", "noop"]
     done = subprocess.run(
         [sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True, check=True
     )

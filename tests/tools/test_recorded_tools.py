@@ -11,7 +11,7 @@ import pytest
 
 from pages.site import Site, pages, searxng
 from palaestra import ToolCall, open_world
-from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
+from palaestra.rollouts.journal.reader import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from palaestra_contract import ToolExecutor, ToolSession, ToolSettings, handle_function_call, use_session

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from recorded import TWO_CALLS, call, result, rollout, turns, write_run
 
-from palaestra.rollouts.counterfactual import FORK_NAME
+from palaestra.rollouts.journal.reader import FORK_NAME
 from palaestra.rollouts.records import Group, Origin
 from palaestra_slots.core.types import JSON
 from palaestra_view.runs import open_runs

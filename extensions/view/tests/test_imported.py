@@ -15,10 +15,11 @@ from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_view.comparison import compared
 from palaestra_view.overview import overview
 from palaestra_view.rollout_record import CUT, rollout_record, text_at
 from palaestra_view.runs import OpenRuns, index_store, open_runs
-from palaestra_view.summary import compared, run_summary
+from palaestra_view.summary import run_summary
 
 SUMS = Path(__file__).parent / "imports/logs/sums.eval"
 

@@ -30,10 +30,11 @@ from palaestra.rollouts.records import Group, SubagentRecord
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra_tokens.ledger import TokenRow
+from palaestra_view.comparison import compared
 from palaestra_view.overview import overview
 from palaestra_view.rollout_record import rollout_record
 from palaestra_view.run_index import RunIndex, number_of
-from palaestra_view.summary import compared, run_summary
+from palaestra_view.summary import run_summary
 
 
 def filled(path: Path, store: Path | None = None) -> RunIndex:

@@ -38,7 +38,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "ModalToolBackend": "palaestra_contract.modal_tool_backend",
     "SlotState": "palaestra_slots.sandbox.slot",
     "FINISHED_TTL_SECONDS": "palaestra_slots.processes.session",
-    "MAX_OUTPUT_CHARS": "palaestra_slots.processes.session",
+    "MAX_OUTPUT_CHARS": "palaestra_slots.core.reply_size",
     "MAX_PROCESSES": "palaestra_slots.processes.session",
     "ToolCallParser": "palaestra_tokens.parsers",
     **{

@@ -24,7 +24,6 @@ from palaestra.rollouts.schedule import TaskChoice
 from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import not_written, replaced
 from palaestra_slots.core.types import JSON
-from palaestra_view.divergence import MOST, siblings
 from palaestra_view.forks import fork_of, forks
 from palaestra_view.overview import overview
 from palaestra_view.rollout_record import Names, rollout_record, token_record
@@ -181,6 +180,10 @@ def _answers(
     for group in groups:
         if budget.left <= 0:
             return
+        if len(group["cells"]) < 2:
+            continue
+        from palaestra_view.divergence import MOST, siblings  # imported here: groups of one have nothing to compare
+
         members = [index.trajectory(cell[0]) for cell in group["cells"][:MOST]]
         finished = [each for each in members if each is not None]
         if len(finished) > 1:

@@ -12,6 +12,7 @@ import itertools
 import shlex
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,11 +22,13 @@ from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import PLACEHOLDER, Trajectory
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Outcome
-from palaestra_tokens.ledger import LedgerRecord, TokenRow, verify_ledger
+from palaestra_tokens.ledger import LedgerRecord, TokenRow
 from palaestra_tokens.ledger.records import ITEM_BYTES, packed, unpacked_ids
 from palaestra_view.check_evidence import CUT, check_facts, nonzero_exits, short
-from palaestra_view.divergence import Call, calls_of, differing_call
 from palaestra_view.run_index import COMMAND, RunIndex, number_of
+
+if TYPE_CHECKING:
+    from palaestra_view.divergence import Call
 
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000
@@ -101,6 +104,8 @@ def contrast(index: RunIndex, trajectory: Trajectory) -> dict[str, JSON] | None:
     found: dict[str, JSON] = {"evidence": any(name != "category" for name in trajectory.detail)}
     if sibling is None:
         return found
+    from palaestra_view.divergence import calls_of, differing_call  # imported here, because few have a better sibling
+
     own, other = list(calls_of(trajectory.messages)), list(calls_of(sibling.messages))
     place = differing_call(other, own)
     if place is not None:
@@ -260,6 +265,8 @@ def _token_facts(trajectory: Trajectory) -> JSON:
 def _verdict(trajectory: Trajectory) -> JSON:
     if trajectory.ledger is None:
         return None
+    from palaestra_tokens.ledger import verify_ledger  # imported here, because most runs are not token-exact
+
     found = verify_ledger(trajectory.ledger, forked=trajectory.is_forked)
     return {"ok": found.ok, "violation": str(found.violation or ""), "tokens": found.tokens, "trained": found.trained}
 

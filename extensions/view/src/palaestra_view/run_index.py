@@ -36,7 +36,6 @@ from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra_slots.core.types import JSON, Blame, Outcome
 from palaestra_view.check_evidence import breaks, exit_code
-from palaestra_view.search_texts import Wanted
 
 IMPORTS = "imports"
 """The folder of the journals that are made from files of other programs, below the folder of the indexes."""
@@ -423,6 +422,8 @@ class RunIndex:
         """Find a text in the conversations of finished rollouts, from record number `after` on, for about `seconds`.
         Case does not matter if the text is ASCII. `Wanted` defines what is searched. Returns the ids with a passage
         around the first occurrence, the number of the next record to search, and the number of all records."""
+        from palaestra_view.search_texts import Wanted  # imported here, because a report searches nothing
+
         end, found = time.monotonic() + seconds, list[tuple[str, str]]()
         wanted, every = Wanted(text), self._places()
         number = after

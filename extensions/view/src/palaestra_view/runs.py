@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.rollouts.counterfactual import FORK_NAME
-from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_run, list_runs
+from palaestra.rollouts.journal.reader import BATCHES, FORK_NAME, JOURNAL_NAME, RUNS, find_run, list_runs
 from palaestra_slots.core.config import cache_folder
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular

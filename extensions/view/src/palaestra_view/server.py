@@ -50,6 +50,7 @@ from palaestra_slots.core.io.durable_files import UNREADABLE
 from palaestra_slots.core.io.http_server import Handler, invite_body, is_loopback, listening, refusal
 from palaestra_slots.core.printable import one_line
 from palaestra_slots.core.types import JSON
+from palaestra_view.comparison import compared
 from palaestra_view.divergence import MOST, siblings
 from palaestra_view.forks import fork_of, forks, origin_of
 from palaestra_view.overview import overview
@@ -57,7 +58,7 @@ from palaestra_view.page_file import page_file, page_files
 from palaestra_view.rollout_record import Names, rollout_record, text_at, token_record
 from palaestra_view.run_index import Condition
 from palaestra_view.runs import OpenRuns
-from palaestra_view.summary import compared, run_details, run_summary
+from palaestra_view.summary import run_details, run_summary
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import as_mistake
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.reply_size import MAX_OUTPUT_CHARS
 from palaestra_slots.core.types import JSON
 from palaestra_slots.processes import process_output
-from palaestra_slots.processes.session import MAX_OUTPUT_CHARS
 from palaestra_slots.sandbox.slot import TerminalSize
 from palaestra_slots.sandbox.terminal.interactive_terminal import PROMPTED, ScreenShot, Terminal
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from palaestra.agent.loop import AgentLoop, Answer, LoopSettings, OnTurn
 from palaestra.agent.tool_calls import ToolHandler, handler_runtime
-from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.inner_calls import InnerCall, InnerCalls
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRuntime
@@ -24,6 +23,8 @@ from palaestra_tokens.chat_server import ChatServer, chat_server
 
 if TYPE_CHECKING:
     from palaestra.agent.subagents import Agent
+
+_DELEGATE = "delegate_task"
 
 
 class SlotPlace(Protocol):
@@ -146,7 +147,7 @@ class Seat:
         """Let the agent of this loop delegate work, if it has the tool for that. Pass `agent` if the agent is not the
         loop itself."""
         bound = tools or self.tools
-        if bound.registry.get(DELEGATE_TASK.name) is not None:
+        if bound.registry.get(_DELEGATE) is not None:
             from palaestra.agent.subagents import Subagents  # imported here, because few agents delegate work
 
             Subagents(loop, bound, self.on_progress, numbers=self._numbers, agent=agent).offer()
@@ -158,7 +159,10 @@ class Seat:
     def ended(self) -> None:
         """End what a loop offered: the delegation refers to the loop, which refers to the tools."""
         for tools in self._every():
-            tools.share(Delegation())
+            if tools.registry.get(_DELEGATE) is not None:
+                from palaestra.tools.builtin.delegate_task import Delegation  # imported here, as above
+
+                tools.share(Delegation())
 
     def take_inner_calls(self, turn: int) -> list[InnerCall]:
         """Return the calls that programs of the agent have made since the last time, as those of this turn."""

@@ -7,6 +7,7 @@ Invariant: for an unknown word, the program exits with code 2, and suggests the 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -99,6 +100,10 @@ _NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+_NEW_OBJECTS = 10_000
+"""Objects between two collections. Python's own 700 collect a hundred times while modules load, and find nothing."""
+
+
 class LazyGroup(click.Group):
     """A group that imports a subcommand only when the subcommand is used."""
 
@@ -143,6 +148,7 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, report failures, and return an exit code of `palaestra_slots.core.exits`. The console
     script calls this function."""
+    gc.set_threshold(_NEW_OBJECTS)
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             # In its standalone mode, click would print errors and exit by itself, also with --json.

@@ -29,10 +29,10 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.journal.reader import find_rollout
+from palaestra.rollouts.journal.reader import FORK_NAME, find_rollout
 from palaestra.rollouts.records import Group, Origin, Trajectory
-from palaestra.rollouts.resume.observation_diff import classify, first_difference
-from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns, Start, exchanged
+from palaestra.rollouts.resume.observation_diff import HARMLESS, classify, first_difference
+from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns, Start, exchanged
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.errors import ConfigError, SandboxError
@@ -42,7 +42,6 @@ from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import SlotSource, SlotSpec, Snapshot
 from palaestra_tokens.engine import ChatCompletion
 
-FORK_NAME = "fork.json"
 FORK_SCHEMA = "palaestra.fork/1"
 
 KEPT, REBUILT = "kept", "rebuilt"

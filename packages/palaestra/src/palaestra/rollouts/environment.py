@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.recorded_tools.recorded_session import JUDGING
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import TaskChoice
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RecordedTools
 from palaestra.tools.registry.registry import Kit
+from palaestra.tools.runtime.runtime import JUDGING
 from palaestra.tools.tool import States
 from palaestra_slots.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
 from palaestra_slots.core.printable import without_middle
@@ -252,6 +251,8 @@ class Environment(ABC):
             return await _score_soundly(rollout, grading, score)
         except CHECK_FAILURES as error:
             failure = error
+        from palaestra.rollouts.grading.blame import blame  # imported here, because most checks do not fail
+
         if not live:
             # The reference needs a slot of its own, and a rollout that holds one slot must not wait for another.
             await grading.restart()

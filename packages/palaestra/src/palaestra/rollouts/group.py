@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -52,9 +52,10 @@ from palaestra_slots.core.exits import plural
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON, Blame, Limits, NetworkPolicy, Task
 from palaestra_slots.core.user_code import call_hook, run_hook, told
-from palaestra_slots.sandbox.images.reference import check_image
 from palaestra_slots.sandbox.slot import Slot, Snapshot
-from palaestra_slots.sandbox.snapshots.cache import Put, Recipe, RunStep
+
+if TYPE_CHECKING:
+    from palaestra_slots.sandbox.snapshots.cache import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -494,7 +495,7 @@ class Preparation:
             if recipe is None or prepared is None:
                 return await self._make(stages)
             with stages.stage("store"):
-                taken = await prepared.take(recipe, partial(self._make, stages))
+                taken = await prepared().take(recipe, partial(self._make, stages))
             self._group.from_store = taken.found
             # If it was not found, `_make` has counted the time already.
             if taken.found:
@@ -510,6 +511,9 @@ class Preparation:
         declared = self._env.recipe(task)
         if declared is None:
             return True, None
+        # Imported here, because most tasks have no recipe.
+        from palaestra_slots.sandbox.snapshots.cache import Put, Recipe, RunStep
+
         files = [Put(path, _bytes(content)) for path, content in task.files.items()]
         setup = [RunStep(task.setup)] if task.setup else []
         version = json.dumps(declared, sort_keys=True)
@@ -616,6 +620,8 @@ def _checked(task: Task) -> Task:
         if not isinstance(value, kinds):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kinds[0].__name__}")
     if task.image:
+        from palaestra_slots.sandbox.images.reference import check_image  # imported here, as most tasks have none
+
         try:
             check_image(task.image)
         except ImageError as error:

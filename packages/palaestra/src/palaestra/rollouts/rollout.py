@@ -24,7 +24,6 @@ from palaestra.agent.seat import Seat
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.limits import CutShort
-from palaestra.rollouts.recorded_tools.recorded_session import in_user_turn
 from palaestra.rollouts.records import (
     Beside,
     Trajectory,
@@ -456,6 +455,8 @@ class Rollout:
             server = self.seat.server
             if prompt is None and server is not None and server.is_over(messages):
                 return None
+            from palaestra.rollouts.recorded_tools.recorded_session import in_user_turn  # few agents have a user
+
             self.log.note_reply()
             turn = sum(message.get("role") == "assistant" for message in messages)
             with self.stages.stage("user"), in_user_turn(turn):

@@ -17,8 +17,6 @@ from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import RunLimits
-from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.tools.registry.registry import Kit
@@ -30,6 +28,8 @@ from palaestra_tokens.ledger.records import TokenRow
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Continuation
+    from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
+    from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
     from palaestra.rollouts.records import Group
     from palaestra.rollouts.schedule import Places
 
@@ -137,13 +137,20 @@ class Middleware:
     """Each function gets the rollout's id."""
 
 
+def _live() -> RunWorld:
+    # Imported here, because most runs call no tool that reaches outside.
+    from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
+
+    return RunWorld()
+
+
 class RecordedTools:
     """The recorded replies of a run's tools. The recordings are opened on first use.
 
     Implements `ToolRecordings`.
     """
 
-    def __init__(self, open_world: Callable[[], RunWorld] = RunWorld) -> None:
+    def __init__(self, open_world: Callable[[], RunWorld] = _live) -> None:
         self._open = open_world
         self._world: RunWorld | None = None
         self._kept: Path | None = None

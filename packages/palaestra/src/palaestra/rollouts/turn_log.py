@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import WallClock
 from palaestra.agent.middleware import Ask, ChatCall, MiddlewareServer
@@ -20,7 +21,6 @@ from palaestra.agent.result import Turn
 from palaestra.agent.seat import Seat
 from palaestra.rollouts.events import CostSpent, ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
-from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.records import KNOWN_REPLIES, MODEL_CALLS, MODEL_COST
 from palaestra.rollouts.resume.recorded_turns import RecordedTurns, described
 from palaestra.rollouts.spec import RecordedTools, RunContext
@@ -34,6 +34,9 @@ from palaestra_slots.core.types import JSON, Message, Prices
 from palaestra_tokens.chat_server import ChatServer
 from palaestra_tokens.engine import ChatCompletion
 from palaestra_tokens.ledger import SampledTurn
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 
 SLOT_ENDED = (
     "The sandbox has ended, because its processes used up its memory or killed its first process. No further command "

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from palaestra.agent.seat import Seat
@@ -36,7 +36,9 @@ from palaestra_slots.core.errors import (
 from palaestra_slots.core.io.durable_files import writing
 from palaestra_slots.core.types import Task
 from palaestra_slots.sandbox.slot import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
-from palaestra_slots.sandbox.snapshots.cache import Prepared
+
+if TYPE_CHECKING:
+    from palaestra_slots.sandbox.snapshots.cache import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ def _nothing() -> None:
 
 
 class Workspaces:
-    """The workspaces of one run. `prepared`, if given, stores workspaces for other runs. `aclose` drops the shared
-    snapshots.
+    """The workspaces of one run. `prepared`, if given, makes or returns what stores workspaces for other runs.
+    `aclose` drops the shared snapshots.
 
     `kept` is the folder in which the work of rollouts is stored when it is sealed, so that it can be graded again. If
     it is None, no work is stored, except that of rollouts whose check failed: it is in the folder `unscored`, up to
@@ -63,7 +65,7 @@ class Workspaces:
     def __init__(
         self,
         pool: SlotSource,
-        prepared: Prepared | None = None,
+        prepared: Callable[[], Prepared] | None = None,
         kept: Path | None = None,
         unscored: Path | None = None,
         unshared: str = "",

@@ -35,7 +35,6 @@ from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
 from palaestra.tools.human.approval import Permit
 from palaestra.tools.tool import RolloutState, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
@@ -154,6 +153,10 @@ class TypedTool(Tool):
         try:
             checked = self.arguments.model_validate(dict(arguments))
         except ValidationError as error:
+            from palaestra.tools.arguments import (
+                InvalidArguments,  # loads the checks of schemas, which a call has loaded
+            )
+
             problems = (f"argument '{'.'.join(map(str, each['loc']))}': {each['msg']}" for each in error.errors())
             raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}.") from None
         return {info.alias or name: getattr(checked, name) for name, info in self.arguments.model_fields.items()}

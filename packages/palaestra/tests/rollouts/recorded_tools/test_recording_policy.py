@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader
+from palaestra.rollouts.journal.reader import WORLD_NAME
+from palaestra.rollouts.recorded_tools.recording_file import Reader
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
 from palaestra.rollouts.spec import RecordedTools
 from palaestra.tools.registry.registry import ToolRegistry

@@ -117,3 +117,8 @@ def guard_terminals() -> None:
 def _visible(text: str) -> str:
     # A carriage return alone stays and becomes visible, because it could overwrite the line before it.
     return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+def reason(error: OSError) -> str:
+    """Return the operating system's message in one line."""
+    return error.strerror or str(error) or type(error).__name__

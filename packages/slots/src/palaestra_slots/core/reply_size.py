@@ -14,6 +14,10 @@ from palaestra_slots.core.types import JSON
 MAX_REPLY_CHARS = 100_000
 """The maximum size of the largest part of a reply."""
 
+MAX_OUTPUT_CHARS = 200_000
+"""The maximum number of bytes at the end of a background process's output that `log` shows. Slots keep at least this
+many."""
+
 _TWO = re.compile(r'["\\\b\t\n\f\r]')
 _SIX = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 

@@ -20,13 +20,10 @@ from typing import ClassVar
 
 from palaestra_slots.core.cancel_scope import end_tasks
 from palaestra_slots.core.io.threads import running_loop
-from palaestra_slots.core.reply_size import MAX_REPLY_CHARS, head_within, items_within
+from palaestra_slots.core.reply_size import MAX_OUTPUT_CHARS, MAX_REPLY_CHARS, head_within, items_within
 from palaestra_slots.core.types import JSON
 from palaestra_slots.processes import process_output
 from palaestra_slots.sandbox.slot import Process, ProcessStatus
-
-MAX_OUTPUT_CHARS = 200_000
-"""The maximum number of bytes at the end of the output that `log` shows. Slots keep at least this many."""
 
 FINISHED_TTL_SECONDS = 1800
 """Seconds after which the session of an ended process may be forgotten. To make room, it may be forgotten earlier."""

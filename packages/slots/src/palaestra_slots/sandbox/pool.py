@@ -41,7 +41,6 @@ from palaestra_slots.sandbox.slot import (
     Snapshot,
     View,
 )
-from palaestra_slots.sandbox.slot_tools import run_slot_tool, tool_result
 
 _log = logging.getLogger(__name__)
 
@@ -628,6 +627,10 @@ class SlotPool:
         `timeout` is in seconds and defaults to `default_timeout_s`. A timeout in `args` takes precedence over it. For
         `bash`, standard error is also returned separately from standard output.
         """
+        from palaestra_slots.sandbox.slot_tools import (
+            run_slot_tool,  # imported here, because rollouts have tools of their own
+        )
+
         return await run_slot_tool(slot, lambda: self.leases.shell(slot), tool, args, timeout or self.default_timeout_s)
 
     async def execute_batch(
@@ -640,6 +643,8 @@ class SlotPool:
         """Run several calls concurrently and return their results in the order of `requests`. A call that fails with an
         `InfraError` gives a result with that error, so that the other results are not lost. `timeout_s` is another name
         for `timeout`."""
+        from palaestra_slots.sandbox.slot_tools import tool_result
+
         timeout = timeout_s if timeout is None else timeout
 
         async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:

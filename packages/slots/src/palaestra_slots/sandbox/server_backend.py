@@ -22,9 +22,7 @@ from palaestra_slots.core.types import JSON, AllowList, Limits, Network
 from palaestra_slots.sandbox.isolation.self_test import explain, prove
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
-from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
-from palaestra_slots.sandbox.slotd.network import allowlist
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; NONE is used only if requested by name
@@ -398,6 +396,8 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
     invalid host."""
     if not isinstance(spec.network, AllowList):
         return None
+    from palaestra_slots.sandbox.slotd.network import allowlist  # imported here, because few slots have such a list
+
     for host in spec.network.hosts:
         try:
             allowlist.parse(host)
@@ -426,8 +426,11 @@ def environment(
     Programs of declared packages come first, as in a virtual environment."""
     own = dict(spec.env)
     path = own.get("PATH") or of_image.get("PATH") or path
-    if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
-        path = f"{PACKAGES_DIR}/bin:{path}"
+    if spec.mounts:
+        from palaestra_slots.sandbox.python_call import PACKAGES_DIR  # imported here, because most slots have no mounts
+
+        if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
+            path = f"{PACKAGES_DIR}/bin:{path}"
     usual = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
     return {**usual, **of_image, **_proxies(spec), **own, "PATH": path}
 
@@ -436,9 +439,11 @@ def _proxies(spec: SlotSpec) -> dict[str, str]:
     """Return the proxy variables of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
         return {}
+    from palaestra_slots.sandbox.slotd.network.allowlist import PROXY_PORT  # imported here, as above
+
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
     own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
-    return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
 
 
 def mounts_of(mounts: Sequence[Mount]) -> list[list[str | bool]]:

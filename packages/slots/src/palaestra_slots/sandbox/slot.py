@@ -18,8 +18,6 @@ from typing import Protocol, overload
 
 from palaestra_slots.core.errors import ConfigError, InfraError
 from palaestra_slots.core.types import JSON, AllowList, Limits, Network, network
-from palaestra_slots.sandbox import python_call
-from palaestra_slots.sandbox.images.reference import check_image
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
@@ -230,6 +228,8 @@ class SlotSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
         if self.image:
+            from palaestra_slots.sandbox.images.reference import check_image  # imported here, as most slots have none
+
             check_image(self.image)
         for name, value in self.env:
             if not is_variable(name, value):
@@ -480,6 +480,8 @@ class Slot(Protocol):
         missing, raises, ends its process, or returns anything but JSON (NaN and infinity are not JSON); a score that
         does not catch this error is 0. Raises FileNotFoundError if the slot has no `python3`.
         """
+        from palaestra_slots.sandbox import python_call  # imported here, because few checks call a function
+
         command, stdin = python_call.request(function, args, kwargs or {}, python_path)
         result = await self.execute(command, cwd=cwd, stdin=stdin, timeout_s=timeout_s, verdict=True, spill=False)
         return python_call.value(

@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapp
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from palaestra.envs import cache_key
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
-from palaestra.envs.api.declared_packages import DeclaredPackages
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.run.evaluate import HeldOutEnvironment
 from palaestra.rollouts.grading.grader import Grading
@@ -28,6 +26,9 @@ from palaestra_slots.core.io.threads import OneThread
 from palaestra_slots.core.types import JSON, Message, NetworkPolicy, Score, Task
 from palaestra_slots.core.user_code import called_off_loop, run_hook, score_of
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
+
+if TYPE_CHECKING:
+    from palaestra.envs.api.declared_packages import DeclaredPackages
 
 
 class FunctionEnvironment(HeldOutEnvironment):
@@ -104,6 +105,8 @@ class FunctionEnvironment(HeldOutEnvironment):
 
     @functools.cached_property
     def _packages(self) -> DeclaredPackages:
+        from palaestra.envs.api.declared_packages import DeclaredPackages  # imported here, because few declare any
+
         return DeclaredPackages(self.form.name, self.form.packages, self.config)
 
     def _declares_packages(self, task: Task) -> bool:
@@ -136,6 +139,8 @@ class FunctionEnvironment(HeldOutEnvironment):
         hook = self.form.preparation
         if task.recipe is None or hook is None:
             return task.recipe
+        from palaestra.envs import cache_key  # imported here, because few tasks with a hook have a recipe
+
         return [
             task.recipe,
             cache_key.of_code([hook.function, self.form.source], task.id),

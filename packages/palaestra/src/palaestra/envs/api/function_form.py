@@ -36,7 +36,6 @@ from palaestra.tools.tool import Tool
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, number
-from palaestra_slots.images.requirements import checked_packages
 from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
@@ -101,7 +100,11 @@ class FunctionForm(Declaration):
         for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
             if isinstance(given, str):
                 raise ConfigError(f"environment {name}: {kind} must be a list, such as [{given!r}]")
-        declared = checked_packages(f"environment {name}", packages) if packages != () else ()
+        declared: tuple[str, ...] = ()
+        if packages != ():
+            from palaestra_slots.images.requirements import checked_packages  # imported here, because few declare any
+
+            declared = checked_packages(f"environment {name}", packages)
         super().__init__(source, name, tuple(toolsets), tuple(label_names), declared)
         self.limits = _checked_limits(name, {key: value for key, value in limits.items() if value is not None})
         self.state_type: type | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,9 @@ from typing import TYPE_CHECKING
 from palaestra.agent.budget import Budget
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.rollouts.grading.reward import RewardRule
-from palaestra.rollouts.journal.reader import open_recording
-from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, RecordedTools
 from palaestra.tools.mcp.mcp_config import toolset_of
 from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool_registry, installed_tools
-from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
 from palaestra_slots.core.config import local_path
@@ -27,12 +25,13 @@ from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.backends.registry import make_backend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.slot import Backend, Rung
-from palaestra_slots.sandbox.snapshots.cache import Prepared
-from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra_tokens.config import APIServerConfig
 
 if TYPE_CHECKING:
+    from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
     from palaestra.tools.mcp.run_servers import MCPServers
+    from palaestra_slots.sandbox.snapshots.cache import Prepared
+    from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +112,8 @@ def mcp_servers(config: BaseEnvConfig, *, forgiving: bool = False) -> MCPServers
     without = config.disabled_toolsets or ()
     if config.world != "replay" or config.world_file is None:
         return MCPServers(config.mcp_servers, without=without, forgiving=forgiving)
+    from palaestra.rollouts.journal.reader import open_recording
+
     recording = Path(config.world_file)
     folder = recording if recording.is_dir() else recording.parent
     return MCPServers.recorded(config.mcp_servers, open_recording(folder).tools(), without=without)
@@ -131,6 +132,8 @@ def kit(
     random generator; `extra` are the environment's own tools; `shared` holds objects that the tools of all groups
     share."""
     if config.distribution is not None:
+        from palaestra.tools.registry.distributions import sample_toolsets_from_distribution  # imported here, as above
+
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
@@ -203,25 +206,49 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     """Return the recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
     reads = config.world in ("replay", "fill")
     recording = config.world_file if reads else None  # in the other modes, the run's folder contains it
-    recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
+
+    def opened() -> RunWorld:
+        # Imported here, because most runs call no tool that reaches outside.
+        from palaestra.rollouts.recorded_tools.recording_policy import open_world
+
+        return open_world(config.world, recording, strict=config.world_miss == "fail")
+
+    recorded_tools = RecordedTools(opened)
     if reads:
         # Opened now: otherwise, only the first call of a tool would report a recording that cannot be read.
         recorded_tools.opened()
     return recorded_tools
 
 
-def make_prepared(config: BaseEnvConfig, backend: Backend, trouble: Callable[[ConfigError], None]) -> Prepared | None:
-    """Return the prepared workspaces of this machine; None if the settings do not keep any, or if the slots are not
-    local. `trouble` is called when a workspace cannot be kept for other runs.
+def make_prepared(
+    config: BaseEnvConfig, backend: Backend, trouble: Callable[[ConfigError], None]
+) -> Callable[[], Prepared] | None:
+    """Return what makes the prepared workspaces of this machine on first use; None if the settings do not keep any, or
+    if the slots are not local. `trouble` is called when a workspace cannot be kept for other runs.
 
     Raises `ConfigError` for a `workspace_store` that cannot be used.
     """
     if not config.keep_workspaces or not isinstance(backend, LocalBackend):
         return None
     named, max_bytes = config.workspace_store, config.workspace_store_bytes
-    if named is None:
-        return Prepared(backend, lambda: SnapshotStore(default_folder(), max_bytes=max_bytes).open(), trouble=trouble)
-    return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open, trouble=trouble)
+    opened = None if named is None else _store(local_path(named), max_bytes)  # now, because it may not be usable
+
+    @functools.cache
+    def prepared() -> Prepared:
+        # Imported here, because only tasks with a recipe share workspaces with other runs.
+        from palaestra_slots.sandbox.snapshots.cache import Prepared
+        from palaestra_slots.sandbox.snapshots.folder import default_folder
+
+        open_store = (lambda: _store(default_folder(), max_bytes)) if opened is None else opened.open
+        return Prepared(backend, open_store, trouble=trouble)
+
+    return prepared
+
+
+def _store(folder: Path, max_bytes: int) -> SnapshotStore:
+    from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
+
+    return SnapshotStore(folder, max_bytes=max_bytes).open()
 
 
 def unshared_because(config: BaseEnvConfig, backend: Backend) -> str:

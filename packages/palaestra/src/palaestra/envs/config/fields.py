@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
-from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 from palaestra_slots.core.config import (
     ARGUMENT,
@@ -506,6 +505,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     @classmethod
     def _distribution_is_known(cls, name: str | None) -> str | None:
         if name is not None:
+            from palaestra.tools.registry.distributions import (
+                find_distribution,  # imported here, as few settings name one
+            )
+
             find_distribution(name)
         return name
 

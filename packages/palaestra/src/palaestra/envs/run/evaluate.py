@@ -18,8 +18,6 @@ import msgspec
 
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig, limit_value
-from palaestra.envs.run import pass_at_k
-from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chosen_of
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.limits import RunStopped
@@ -185,10 +183,14 @@ class HeldOutEnvironment(EvaluatedEnvironment):
 
     def metrics(self, done: Sequence[Trajectory], attempts: int, tasks: int) -> Mapping[str, JSON]:
         """Return the metrics of an evaluation of so many tasks."""
-        return pass_at_k.figures(done, attempts, tasks=tasks)
+        from palaestra.envs.run.pass_at_k import figures  # imported here, because most runs are no evaluations
+
+        return figures(done, attempts, tasks=tasks)
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
         """Return the sample of one rollout."""
+        from palaestra.envs.run import pass_at_k  # imported here, as above
+
         return pass_at_k.sample(trajectory)
 
 
@@ -268,6 +270,8 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
         return shortened(numbers(metrics))
+    from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chosen_of  # imported here, as above
+
     official = [f"{_OFFICIAL}{name}" for name in names if f"{_OFFICIAL}{name}/low" in metrics]
     # The number of tasks here is the whole set, so that a reader sees a denominator that is smaller.
     refused, tasks = int(metrics.get("tasks_left_out", 0)), int(metrics["tasks"])

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def provenance(reference: str) -> dict[str, JSON]:
     facts: dict[str, JSON] = {
         "palaestra": version("palaestra"),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": _system(),
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
     }
@@ -37,6 +38,14 @@ def provenance(reference: str) -> dict[str, JSON]:
         blob = _git(path.parent, "rev-parse", f"HEAD:./{path.name}")
         facts["git_commit"], facts["git_changed"] = commit, blob != _blob_id(path.read_bytes(), len(blob))
     return facts
+
+
+def _system() -> str:
+    """Return `platform.platform()`. On Linux, that function starts a process for a part that it then leaves out."""
+    if sys.platform != "linux":
+        return platform.platform()
+    here, library = os.uname(), platform.libc_ver()
+    return "-".join(filter(None, (here.sysname, here.release, here.machine, "with" * any(library), "".join(library))))
 
 
 def environment_hash(reference: str) -> str:

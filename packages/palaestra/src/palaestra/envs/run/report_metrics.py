@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,14 +20,15 @@ from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupFinished, Handlers, MetricsLogged
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.observe.metrics import Figures
-from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
-from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown, Tracker
 from palaestra_slots.core.clock import Clock, SystemClock
 from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.io.durable_files import private
 from palaestra_slots.core.types import JSON
 from palaestra_slots.core.user_code import place, told
 from palaestra_tokens.config import APIServerConfig
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.observe.trackers.tracker import Shown, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +208,10 @@ async def make_reporting(
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting
+    # imported here, because most runs send their metrics to no service
+    from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
+    from palaestra.rollouts.observe.trackers.tracker import RunLabel
+
     # The trainer may have opened a run of its own at the tracker, which this one joins.
     told: dict[str, str] = {}
     if parsed.command == "serve":

@@ -32,7 +32,6 @@ from palaestra.envs.config.build import (
 )
 from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
     EvaluatedEnvironment,
     Evaluation,
@@ -42,10 +41,8 @@ from palaestra.envs.run.evaluate import (
     save_evaluation,
     shortened,
 )
-from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
 from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
-from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.grading.reward import check_strict_labels
@@ -56,7 +53,6 @@ from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.score_versions import REMEDY, mixed
 from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.observe.status_file import StatusFile
-from palaestra.rollouts.observe.tracing.span_export import traced
 from palaestra.rollouts.observe.verdicts import labels_line, official_words
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
@@ -69,7 +65,6 @@ from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, plural
 from palaestra_slots.core.types import JSON, Blame, Task, numbers
 from palaestra_slots.sandbox.admission import SlotLimit
 from palaestra_slots.sandbox.backends.registry import uses_this_machine
-from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Rung, SlotSource
 from palaestra_tokens.chat_server import ServerEngine
@@ -77,8 +72,10 @@ from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.server_group import ServerGroup
 
 if TYPE_CHECKING:
+    from palaestra.envs.run.elsewhere import Cluster
     from palaestra.envs.run.feed import Feed
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
+    from palaestra.rollouts.counterfactual import Continuation, Counterfactual
     from palaestra.rollouts.observe.tracing.otel import Spans
     from palaestra.rollouts.program_agent import ProgramAgent
 
@@ -172,6 +169,8 @@ async def run(
         pool, prepared, unshared = make_pool(parsed.env_config), None, ""
         # On a cluster, the nodes have the slots, so this process starts none and cannot check how well they isolate.
         if parsed.env_config.on_cluster:
+            from palaestra.envs.run.elsewhere import check_elsewhere
+
             in_process = bool(engines) and steering.serve_nodes is None
             check_elsewhere(parsed.env_config, in_process=in_process, begins=begins)
         else:
@@ -187,6 +186,8 @@ async def run(
         output = assembly.output(engine, environment, folder or root, named=folder is not None, begins=begins)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
+            from palaestra.rollouts.counterfactual import resumed_fork
+
             # The copy in the folder of this run, because the run that it continues may have been removed since.
             begins = resumed_fork(output.folder.path, output.settings)
         if parsed.env_config.world != "live":
@@ -196,13 +197,18 @@ async def run(
         keeps = parsed.env_config.save_workspaces
         can_keep = pool.snapshots.can_save and capacity.rung >= Rung.USERNS
         unscored = output.folder.workspaces if can_keep else None
+        continued: Continuation | None = None
+        if begins is not None:
+            from palaestra.rollouts.counterfactual import Continuation  # imported here, because most runs are no forks
+
+            continued = Continuation(begins)
         command = await assembly.command(
             environment,
             output,
             engine,
             Workspaces(pool, prepared, output.folder.workspaces if keeps else None, unscored, unshared),
             recorded_tools,
-            None if begins is None else Continuation(begins),
+            continued,
             capacity,
             steering,
         )
@@ -281,6 +287,8 @@ class Assembly:
         """Return the capacity of the pool or, if the settings name a cluster, that of its nodes, which are opened."""
         config, cluster, limit = self.parsed.env_config, None, pool.limit
         if config.on_cluster:
+            from palaestra.envs.run.elsewhere import ClusterRequest, open_cluster  # most runs have no cluster
+
             servers = self._servers
             if serve_nodes is not None:
                 servers = server_settings(config, await self.stack.enter_async_context(serve_nodes()))
@@ -302,8 +310,10 @@ class Assembly:
         if groups * config.group_size < capacity.slots.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
             write(f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n")
-        if weak := WARNINGS.get(capacity.rung):
-            write(f"WARNING: isolation {capacity.rung.label}: {weak}\n")
+        if capacity.rung < Rung.USERNS:
+            from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS  # imports the probe of all levels
+
+            write(f"WARNING: isolation {capacity.rung.label}: {WARNINGS[capacity.rung]}\n")
 
     async def command(
         self,
@@ -362,6 +372,8 @@ class Assembly:
         config = self.parsed.env_config
         if config.otel_endpoint is None:
             return None
+        from palaestra.rollouts.observe.tracing.span_export import traced  # imported here, as most runs send no spans
+
         traces = traced(
             config.otel_endpoint,
             reporting.warn,
@@ -777,6 +789,8 @@ class CommandRun:
 
     async def _chosen(self, tasks: int) -> Mapping[str, JSON]:
         """Return the metrics of an evaluation of some of the environment's tasks; none if it has all of them."""
+        from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
+
         if not chooses(self.output.settings, tasks):
             return {}
         total = await self.environment.tasks_total()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
 
@@ -28,7 +28,6 @@ from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.discovery import old_imports_allowed
 from palaestra.envs.run.provenance import provenance
-from palaestra.rollouts.counterfactual import FORK_NAME, Counterfactual, resumed_fork
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     GroupBegun,
@@ -43,13 +42,12 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.origin import mark_origin
-from palaestra.rollouts.journal.reader import SET_NAME, find_run
+from palaestra.rollouts.journal.reader import FORK_NAME, SET_NAME, WORLD_NAME, find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
-from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.regraded import read_grades
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
@@ -58,6 +56,9 @@ from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import KEPT, private
 from palaestra_slots.core.types import JSON
 from palaestra_tokens.config import APIServerConfig
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.counterfactual import Counterfactual
 
 logger = logging.getLogger(__name__)
 
@@ -410,6 +411,8 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
                 raise ConfigError(
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: resume it with the same {name}"
                 )
+        from palaestra.rollouts.counterfactual import resumed_fork  # imported here, because few runs are resumed
+
         resumed_fork(folder.path, was.config)  # reports a damaged file before anything is opened
         messages, wanted = parsed.env_config.include_messages, parsed.env_config.data_path_to_save_groups
         groups = GroupsFile(folder.groups, env=env, model=model, messages=messages, again=True)

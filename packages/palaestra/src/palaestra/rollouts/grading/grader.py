@@ -42,7 +42,6 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra_slots.core.errors import ConfigError, GraderError, InfraError, SandboxError, SlotEnded
 from palaestra_slots.core.printable import one_line
 from palaestra_slots.core.types import Label, Task
-from palaestra_slots.processes.registry import ProcessRegistry
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSource, SlotSpec, Snapshot, View
 
 logger = logging.getLogger(__name__)
@@ -465,6 +464,8 @@ class Grading:
             process_task=rollout.rollout_id if self.live else None,
         )
         if self.live:
+            from palaestra_slots.processes.registry import ProcessRegistry  # imported here, as most work is sealed
+
             made.share(rollout.tools.state(ProcessRegistry))
         self._tools.append(made)
         return made

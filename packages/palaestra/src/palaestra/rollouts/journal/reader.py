@@ -12,12 +12,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
-from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.journal.journal import check_config, check_schema, damaged, event_at
 from palaestra.rollouts.journal.views import LineHead, PartHead, decode_head, line_heads
 from palaestra.rollouts.records import Group
@@ -26,6 +25,9 @@ from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
 from palaestra_slots.core.types import JSON
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.export.exporter import ExportMeta
 
 JOURNAL_NAME = "journal.jsonl"
 
@@ -39,6 +41,12 @@ LAST = "last"
 
 SET_NAME = "set.json"
 """The file that lists the runs of an evaluation set, in the folder of the set."""
+
+WORLD_NAME = "world.jsonl"
+"""The file with the replies of tools that reach outside, in the folder of the run."""
+
+FORK_NAME = "fork.json"
+"""The file with what a counterfactual run continues, in the folder of the run."""
 
 
 class _Place(msgspec.Struct, array_like=True):
@@ -64,6 +72,8 @@ class Recording:
     def __init__(self, path: Path, *, as_recorded: bool = False) -> None:
         self.path = path
         self.grades = {} if as_recorded else read_grades(path.parent)
+        from palaestra.rollouts.export.exporter import ExportMeta  # imported here, because a run reads no recording
+
         self.meta = ExportMeta()
         self._first: int | None = None
         self._begun: dict[str, _Place] = {}
@@ -207,6 +217,8 @@ class Recording:
 
 
 def _meta(line: bytes, path: Path) -> ExportMeta:
+    from palaestra.rollouts.export.exporter import ExportMeta  # imported here, as above
+
     started = _events.decode(line)
     assert isinstance(started, RunStarted)
     check_schema(started.schema, path)

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import TypeAlias
 
 from palaestra.rollouts.recorded_tools.recording_file import RecordedCall
-from palaestra.tools.runtime.runtime import CheckedCall, Next
+from palaestra.tools.runtime.runtime import JUDGING, CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome, ToolReply
 from palaestra_slots.core.types import JSON
 
@@ -35,10 +35,6 @@ MODEL = "chat_model"
 
 _CALLS_PER_TURN = 100_000
 _user_turn: ContextVar[int] = ContextVar("user_turn", default=0)
-
-
-JUDGING: ContextVar[bool] = ContextVar("judging", default=False)
-"""Whether a model is asked for verdicts on finished work: equal questions have one verdict in a run."""
 
 
 def judges(call: RecordedCall) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from palaestra.rollouts.journal.reader import WORLD_NAME
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
 from palaestra_slots.core.types import JSON
@@ -26,7 +27,6 @@ from palaestra_slots.core.types import JSON
 logger = logging.getLogger(__name__)
 
 WORLD_SCHEMA = "palaestra.world/1"
-WORLD_NAME = "world.jsonl"
 
 
 class RecordedCall(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
+from palaestra.rollouts.journal.reader import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recorded_session import (
     MODEL,
     Ask,
@@ -27,7 +28,6 @@ from palaestra.rollouts.recorded_tools.recorded_session import (
     unpaid,
 )
 from palaestra.rollouts.recorded_tools.recording_file import (
-    WORLD_NAME,
     Reader,
     RecordedCall,
     Writer,

@@ -26,6 +26,9 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
+HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
+"""The kinds of difference in an observation that do not prevent resuming."""
+
 _UNIT = r"(?:ns|us|µs|ms|s|secs?|seconds?|m|mins?|minutes?|h|hours?)"
 _SHAPES: dict[Kind, re.Pattern[str]] = {
     Kind.TIME: re.compile(

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.reply_size import MAX_OUTPUT_CHARS
 from palaestra_slots.core.types import JSON
-from palaestra_slots.processes.registry import ProcessRegistry
-from palaestra_slots.processes.session import MAX_OUTPUT_CHARS
 
 LOG_LINES = 200
 
@@ -53,6 +52,8 @@ SCHEMA = ToolSchema(
 
 async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Perform `action` on the process `session_id`."""
+    from palaestra_slots.processes.registry import ProcessRegistry  # imported here, because few agents call this tool
+
     action, registry, task_id = arguments["action"], run.state(ProcessRegistry), run.process_task
     if action == "list":
         return {"processes": await registry.list_sessions(task_id)}

@@ -12,14 +12,12 @@ import hashlib
 from collections.abc import Mapping
 
 from palaestra.tools import parameters
-from palaestra.tools.files.text_files import in_full, reason
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.printable import reason
 from palaestra_slots.core.reply_size import head_within, sent_chars, tail_within
 from palaestra_slots.core.types import JSON
-from palaestra_slots.processes.registry import ProcessRegistry
-from palaestra_slots.processes.session import Watch
 from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
@@ -131,7 +129,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run", output="", exit_code=-1)
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot = await run.slot()
-    workdir = await in_full(slot, arguments["workdir"]) if arguments.get("workdir") else WORKSPACE
+    workdir = await _folder(slot, arguments.get("workdir"))
     apart = run.found_state(ContractReplies) is not None
     try:
         result = await slot.execute(
@@ -148,11 +146,24 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     return reply | contract_facts(result) if apart else reply
 
 
+async def _folder(slot: Slot, workdir: str | None) -> str:
+    """Return the folder in which a command starts."""
+    if not workdir:
+        return WORKSPACE
+    from palaestra.tools.files.text_files import in_full  # imported here, because most calls name no folder
+
+    return await in_full(slot, workdir)
+
+
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Start `command` as a session of the task. The reply has its `session_id`, or the reason why it was not
     started."""
+    # imported here, because most rollouts start nothing in the background
+    from palaestra_slots.processes.registry import ProcessRegistry
+    from palaestra_slots.processes.session import Watch
+
     slot = await run.slot()
-    workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
+    workdir = await _folder(slot, arguments.get("workdir"))
     interval_s = arguments.get("check_interval")
     watch = Watch(
         patterns=tuple(arguments.get("watch_patterns", ())),

@@ -18,6 +18,7 @@ from palaestra.tools import parameters
 from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
 from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.printable import reason
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import WORKSPACE, FileInfo, Slot
 
@@ -171,11 +172,6 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
     return ToolMistake(f"{path} does not exist{hint}", similar_files=similar)
-
-
-def reason(error: OSError) -> str:
-    """Return the operating system's message in one line."""
-    return error.strerror or str(error) or type(error).__name__
 
 
 def _check_name(path: str) -> None:

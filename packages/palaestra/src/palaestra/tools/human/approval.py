@@ -14,6 +14,7 @@ run. An approval covers only this command or call, or for the session its kinds 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -127,15 +128,20 @@ _DANGERS: Sequence[tuple[str, str]] = (
 """Kinds of danger, each with a pattern of its usual form. If you change an entry, also change the table in
 docs/tools/approvals.md."""
 
-_COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 _MOST_CHARS = 20_000
+
+
+@functools.cache
+def _patterns() -> Sequence[tuple[str, re.Pattern[str]]]:
+    # Compiled on first use, because only interactive agents ask.
+    return [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 
 
 def dangers(command: str) -> list[str]:
     """Return the kinds of danger in the first 20,000 characters of a command line, each once."""
     # A shell joins lines that end with a backslash, so a command may be split anywhere.
     text = command[:_MOST_CHARS].replace("\\\n", " ")
-    return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
+    return list(dict.fromkeys(danger for danger, pattern in _patterns() if pattern.search(text)))
 
 
 _LONG_ARGUMENT = 200

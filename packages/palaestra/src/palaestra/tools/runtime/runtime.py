@@ -25,6 +25,9 @@ from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
 
+JUDGING: ContextVar[bool] = ContextVar("judging", default=False)
+"""Whether a check makes the calls: equal questions that a check asks a model have one verdict in a run."""
+
 
 @dataclass(slots=True)
 class CheckedCall:

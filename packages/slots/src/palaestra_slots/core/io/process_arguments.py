@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from palaestra_slots.core.redaction import remember
 
 
@@ -20,6 +18,8 @@ def hide(secret: str) -> None:
         return
     if not wanted or not 0 < start < end:
         return
+    import ctypes  # imported here, because most command lines have no secrets
+
     shown = ctypes.string_at(start, end - start)
     place = shown.find(wanted)
     while place >= 0:

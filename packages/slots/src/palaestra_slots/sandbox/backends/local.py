@@ -60,7 +60,6 @@ from palaestra_slots.sandbox.server_backend import (
     mounts_of,
     snapshot_of,
 )
-from palaestra_slots.sandbox.service import service_client
 from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 from palaestra_slots.sandbox.slotd.protocol.frames import CHUNK
 
@@ -95,7 +94,11 @@ class LocalBackend(ServerBackend):
         super().__init__(rung=rung, require=require)
         self._host_ports = list(host_ports)
         self._images = images
-        self._service = None if service is None else service_client.socket_path(service, service_directory)
+        self._service: Path | None = None
+        if service is not None:
+            from palaestra_slots.sandbox.service.service_client import socket_path  # few backends have a service
+
+            self._service = socket_path(service, service_directory)
         self._loaded: dict[str, tuple[str, ...]] = {}
 
     @classmethod
@@ -122,6 +125,8 @@ class LocalBackend(ServerBackend):
             kind = DirectClient if rung is Rung.FULL else SlotClient  # the only place that selects the direct path
             self._server = await kind.start(rung.label, settings, self._on_lost)
         else:
+            from palaestra_slots.sandbox.service import service_client
+
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
@@ -135,6 +140,8 @@ class LocalBackend(ServerBackend):
         """Close the backend. If it has a service, end the service with all its slots."""
         await self.aclose()
         if self._service is not None:
+            from palaestra_slots.sandbox.service import service_client
+
             await service_client.end(self._service)
 
     @property

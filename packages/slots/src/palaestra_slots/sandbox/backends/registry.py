@@ -12,7 +12,6 @@ replace a backend of this package.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from palaestra_slots.core.config import local_path, nearest
@@ -243,6 +242,8 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 def _load(name: str, config: JSON) -> Backend:
     if reference := BUILTIN.get(name):
+        from importlib.metadata import EntryPoint  # a slow import that a command line needs only if it has no mistake
+
         own: Callable[[JSON], Backend] = EntryPoint(name, reference, GROUP).load()
         return own(config)
     if name not in (known := backend_names()):
