@@ -38,8 +38,7 @@ from _measure import Row, judged, options_parser, progress, report, with_ceiling
 from files_env import files
 
 import palaestra
-from palaestra.rollouts.journal.reader import find_run
-from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, WARM_START, read_steps
+from palaestra.rollouts.observe.training_steps import EVALUATION, FOLDER, STEP, WARM_START, read_steps
 from palaestra_slots.core.errors import TrainerError
 from palaestra_tokens.config import APIServerConfig
 from palaestra_train import TrainingConfig
@@ -153,7 +152,7 @@ def learn(kind: str, seed: int, model: str, out: Path, options: object) -> Path:
         if kind != "control" and not quick:
             raise
         print(error, file=sys.stderr)
-        return find_run(str(out))
+        return next(out.glob(f"*/*/{FOLDER}")).parent
     return report.run.folder
 
 
