@@ -30,7 +30,8 @@ _VARIES = [
     (re.compile(r"\b\d{8}T\d{6}Z-[0-9a-f]{4}\b"), "RUN"),
     (re.compile(r"(?<=\.py, line )\d+"), "N"),
     (re.compile(r"(?<=· )[\d.]+m?s\b"), "TIME"),
-    (re.compile(r"\b(0x)?(?=[0-9a-f]*\d)[0-9a-f]{12,}\b"), "HEX"),
+    (re.compile(r"(?<=at byte )\d+|(?<=\bslot-)\d+"), "N"),
+    (re.compile(r"\b(0x)?(?=[0-9a-f]*\d)([0-9a-f]{4}){3,}\b"), "HEX"),
 ]
 _seen: Counter[str] = Counter()
 
@@ -70,7 +71,8 @@ def _place(current_test: str) -> tuple[Path, str]:
     node = re.sub(r"(@[\w./-]+)? \(\w+\)$", "", current_test)  # with the group of pytest-xdist
     path, _, test = node.partition("::")
     package, _, inside = path.partition("tests/")
-    family = package.split("/")[1] if package.startswith("extensions/") else Path(inside).parts[0].removesuffix(".py")
+    folder = inside.partition("/")[0].removesuffix(".py")
+    family = folder if package in ("", "packages/palaestra/") else package.split("/")[1]
     return FOLDER / f"{family}.txt", f"{inside}::{test}"
 
 
