@@ -28,7 +28,7 @@ _VARIES = [
     (re.compile(re.escape(str(REPOSITORY))), "REPOSITORY"),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
     (re.compile(r"\b\d{8}T\d{6}Z-[0-9a-f]{4}\b"), "RUN"),
-    (re.compile(r"(?<=\.py, line )\d+"), "N"),
+    (re.compile(r"(?<=\.py, line )\d+|(?<=\.py:)\d+(?= )"), "N"),
     (re.compile(r"(?<=· )[\d.]+m?s\b"), "TIME"),
     (re.compile(r"(?<=at byte )\d+|(?<=\bslot-)\d+"), "N"),
     (re.compile(r"\b(0x)?(?=[0-9a-f]*\d)([0-9a-f]{4}){3,}\b"), "HEX"),

@@ -343,8 +343,11 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     Path("odd_env.py").write_text(ODD)
     assert main(["run", "odd_env.py", "--policy", "noop"]) == 3
     shown = capsys.readouterr().err
-    for task in ("file", "toolsets", "setup", "recipe", "image"):
-        check_message(shown, f"-{task}: TaskError")
+    assert "task file: its file 'b' is 3, neither text nor bytes" in shown
+    assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
+    assert "task setup: setup is b'true', not a str" in shown
+    assert "task recipe: recipe is 1, not a str" in shown
+    assert "task image: '--privileged' is not an image: give a name" in shown
 
 
 BARE = """
