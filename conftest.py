@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, settings
 
+import golden_messages
+
 _ON_BUSY_MACHINES = [HealthCheck.too_slow]  # how long an example takes to make depends on what else runs
 _STEADY = settings(derandomize=True, deadline=None, suppress_health_check=_ON_BUSY_MACHINES)
 settings.register_profile("steady", _STEADY)
@@ -35,9 +37,11 @@ SLOW_TESTS = Path(__file__).parent / "tests/slow_tests.txt"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", type=Path, help="write the seconds of each test to this JSON file")
+    parser.addoption("--write-messages", action="store_true", help="write tests/messages for these tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    golden_messages.writing = config.getoption("--write-messages")
     if hasattr(config, "workerinput"):  # with xdist, workers report to the main process
         return
     config.pluginmanager.register(_PlainIds())

@@ -125,7 +125,7 @@ async def test_work_ends_when_its_time_is_over_and_when_the_session_is_closed() 
             working = asyncio.create_task(delegated(session, goal="hangs"))
             await server.under_way(1)
             await asyncio.to_thread(session.release, "t")
-            with pytest.raises(StaleLease, match="Trajectory t was released while sub-agents worked for it"):
+            with pytest.raises(StaleLease, match="Trajectory t was released"):
                 await working
             working = asyncio.create_task(delegated(session, goal="hangs"))
             await server.under_way(2)

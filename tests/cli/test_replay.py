@@ -160,7 +160,7 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     assert palaestra("replay", run, "--environment", "moved_env.py", "--tasks", "1") == 0
     (folder / "other_env.py").write_text(scripts.COUNT_LINES)
     assert palaestra("replay", run, "--environment", "other_env.py") == 2
-    assert "the run used the environment 'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
+    assert "'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
     (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
     assert palaestra("replay", run, "--environment", "moved_env.py") == 2
     assert "the environment's tasks have changed" in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_a_workspace_that_cannot_be_prepared_any_more_is_no_equal_run(
 def test_an_environment_that_asks_the_model_itself_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record(folder, COLLECTING)
     assert palaestra("replay", run, *HERE) == 2
-    assert "collecting collects its rollouts in its own collect_ method" in capsys.readouterr().err
+    assert "its own collect_" in capsys.readouterr().err
 
 
 def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

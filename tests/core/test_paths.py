@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import palaestra
+from golden_messages import check_message, raises
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.host_path import HostPath
 from palaestra_chat.batch.prompts import BatchConfig
@@ -41,7 +42,7 @@ def test_a_path_on_this_machine_is_expanded(home: Path, name: str) -> None:
     given[name] = "${DATA}/x"
     assert getattr(HermesAgentEnvConfig(**given), name) == f"{home}/data/x"
     given[name] = "$NOWHERE/x"
-    with pytest.raises(ConfigError, match=rf"{name}.*NOWHERE is not set"):
+    with raises(ConfigError, name):
         HermesAgentEnvConfig(**given)
 
 
@@ -75,7 +76,7 @@ def test_an_option_with_an_equals_sign_is_expanded(home: Path) -> None:
     assert CliRunner().invoke(command, ["--out=~/x"]).output.strip() == f"{home}/x"
     refused = CliRunner().invoke(command, ["--out=$NOWHERE/x"])
     assert refused.exit_code == 2
-    assert "NOWHERE is not set" in refused.output
+    check_message(refused.output, "NOWHERE")
 
 
 def test_a_path_in_the_sandbox_knows_its_home() -> None:
@@ -87,7 +88,7 @@ def test_a_path_in_the_sandbox_knows_its_home() -> None:
 def test_a_path_in_the_sandbox_that_cannot_be_meant_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="graded_paths"):
         HermesAgentEnvConfig(graded_paths=[path])
-    with pytest.raises(ConfigError, match="absolute path in the sandbox"):
+    with raises(ConfigError):
         slot_path(path)
 
 
@@ -109,4 +110,4 @@ def test_a_task_may_name_a_path_in_the_home_of_its_sandbox(home: Path) -> None:
     played = palaestra.run_sync(homely, policy="oracle", folder=home)
     groups = {group.task_id: group for group in played.groups}
     assert [each.reward for each in groups["kept"].trajectories] == [1.0]
-    assert "'out.txt' is not an absolute path in the sandbox" in groups["odd"].error
+    assert "'out.txt' is not an absolute" in groups["odd"].error

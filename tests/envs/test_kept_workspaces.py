@@ -160,9 +160,9 @@ def test_what_is_declared_is_prepared_once_for_all_runs(capsys: pytest.CaptureFi
     capsys.readouterr()
     assert run() == (first, [True])
     folder = str(journals()[-1].parent)
-    assert "already prepared on this machine: 1 of 1 workspace" in capsys.readouterr().err
+    assert "machine: 1 of 1 workspace" in capsys.readouterr().err
     assert palaestra("status", folder) == 0
-    assert "prepared   1 workspace, 1 of them already prepared on this machine" in capsys.readouterr().out
+    assert "prepared   1 workspace, 1 of" in capsys.readouterr().out
     assert palaestra("slots", "list", "--store", "store") == 0
     assert "made one" in capsys.readouterr().out
 

@@ -325,7 +325,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     wrong = msgspec.structs.replace(begins, tools_hash="other")
     report = asyncio.run(assembled(lock(), "process", {}, server=Presser(), folder=str(tmp_path))(begins=wrong))
     group = palaestra.open_run(report.folder).groups[0]
-    assert "tools of task lock-0 have changed" in group.error
+    assert "task lock-0 have changed" in group.error
     assert group.blame is Blame.TASK  # the journal keeps what the console printed
     prompt = msgspec.structs.replace(begins.turns[0], messages=[{"role": "user", "content": "Open another lock."}])
     wrong = msgspec.structs.replace(begins, turns=[prompt, *begins.turns[1:]])
@@ -335,8 +335,8 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     late = fork_of(journal, "000000-lock-0/1", 4, "")
     line = {"server": Presser(), "folder": str(tmp_path), "max_agent_turns": 4}
     report = asyncio.run(assembled(lock(), "process", {}, **line)(begins=late))
-    assert "nothing can follow turn 4: raise the limit of 4 turns" in palaestra.open_run(report.folder).groups[0].error
-    assert "the recorded turns cannot be repeated here: its prompt has changed" in lost.error
+    assert "nothing can follow turn 4" in palaestra.open_run(report.folder).groups[0].error
+    assert "its prompt has changed" in lost.error
 
 
 def test_a_fork_of_a_fork_and_of_a_branch(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_the_command_continues_and_resumes(
     told = capsys.readouterr()
     first = palaestra.open_run(told.out.strip())
     assert "1 recorded call to run again" in told.err
-    assert "rebuilt by the recorded calls, with the recorded results" in told.err
+    assert "with the recorded results" in told.err
     assert [each.reward for each in first.trajectories] == [1.0] * 3
     assert main(["fork", before, "two/0", "--turn", "1", "--times", "2", "--policy", "noop"]) == 0
     second = palaestra.open_run(capsys.readouterr().out.strip())

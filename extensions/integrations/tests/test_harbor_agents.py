@@ -199,7 +199,7 @@ def test_tools_of_the_environment_are_a_server_of_the_agent(tmp_path: Path) -> N
     played(named(Host), tmp_path, repaired_by_tool, Repairer())
     (server,) = Host.seen["servers"]
     assert (server.name, server.headers) == ("environment", {"Authorization": "Bearer ${PALAESTRA_KEY}"})
-    with pytest.raises(ConfigError, match="harbor:terminus-2 sends no headers to MCP servers"):
+    with pytest.raises(ConfigError, match="harbor:terminus-2 sends no headers"):
         played("harbor:terminus-2", tmp_path / "b", repaired_by_tool, Terminus())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from recorded import embedded, rollout, sky, write_run
 
+from golden_messages import check_message, raises
 from palaestra.cli.main import main
 from palaestra.rollouts.annotations import annotation, write_annotations
 from palaestra.rollouts.records import Beside, Group
@@ -229,7 +230,7 @@ def test_what_people_said_about_a_run_is_in_its_inspect_log(tmp_path: Path, caps
         run, [Grade(schema=GRADE_SCHEMA, at=3.0, rollout_id=second, before=0.5, reward=0.0, metrics={"x": 2.0})]
     )
     assert main(["export", str(run), "--to", "inspect", "--out", str(log)]) == 0
-    assert "1  with the score that palaestra grade gave it" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "palaestra")
     for _ in range(2):  # the second time from the cache
         runs = opened(log, tmp_path / "cache")
         marks = runs.marks("sky.eval")
@@ -246,7 +247,7 @@ def test_what_people_said_about_a_run_is_in_its_inspect_log(tmp_path: Path, caps
         assert "annotations" not in rollout_record(runs["sky.eval"], first).get("detail", {})
         runs.close()
     assert main(["export", str(run), "--to", "openai", "--out", str(tmp_path / "sky.jsonl")]) == 0
-    assert "1  with the score that palaestra grade gave it" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "palaestra")
     runs = opened(tmp_path / "sky.jsonl")
     assert runs.marks("sky.jsonl").of(first)["judgement"]["verdict"] == "hack"
 
@@ -278,12 +279,12 @@ def test_a_folder_names_each_log_that_cannot_be_read(tmp_path: Path, capsys: pyt
     assert main(["view", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 0
     told = sorted(capsys.readouterr().err.splitlines())
     assert [line.partition(" ")[0] for line in told] == ["other.jsonl", "torn.eval"]
-    assert "is not a whole zip file" in told[1]
+    check_message(told[1])
     runs = open_runs(str(tmp_path))
     assert sorted(runs.problems) == ["other.jsonl", "torn.eval"]
     runs.close()
     (tmp_path / "good.eval").unlink()
-    with pytest.raises(ConfigError, match=r"nothing that can be shown: .*torn.eval.*other.jsonl"):
+    with raises(ConfigError):
         open_runs(str(tmp_path))
 
 

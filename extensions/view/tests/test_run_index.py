@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from recorded import TWO_CALLS, call, fields, groups, result, rollout, sky, write_run
 
+from golden_messages import check_message, raises
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     AttemptDiscarded,
@@ -268,9 +269,9 @@ def test_pages_and_orders(tmp_path: Path) -> None:
     ]
     assert paged == every
     for wrong in ("nothing", "reward; DROP TABLE rollouts"):
-        with pytest.raises(ConfigError, match="there is no field"):
+        with raises(ConfigError):
             index.rows(sort=wrong)
-    with pytest.raises(ConfigError, match="is not a comparison"):
+    with raises(ConfigError):
         index.rows([("reward", "~", 1.0)])
     with pytest.raises(ConfigError, match="needs a number"):
         index.rows([("reward", "<", "many")])
@@ -367,7 +368,7 @@ def test_runs_are_compared_as_palaestra_compare_does(tmp_path: Path) -> None:
         assert found[name]["difference"] == pytest.approx(expected.difference)
         assert found[name]["interval"] == pytest.approx([expected.low, expected.high])
         assert found[name]["tasks"] == len(expected.pairs)
-        assert expected.undecided.startswith("the runs differ in the share of scored rollouts")
+        check_message(expected.undecided, "rollouts")
         assert found[name]["undecided"] == expected.undecided
         whole = compare(scores[name], scores["one"], unscored=0.0)
         assert whole.pairs != expected.pairs

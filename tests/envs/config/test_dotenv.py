@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra.cli.main import main
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.dotenv import read_keys, read_variables
@@ -37,7 +38,7 @@ def test_lines_as_shells_write_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["no value", "1A=x", "A='open", 'A="a" b', "=x"])
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / ".env").write_text(f"A=1\n{line}\n")
-    with pytest.raises(ConfigError, match=r"\.env, line 2 is not NAME=value"):
+    with raises(ConfigError, "env", "NAME"):
         read_keys(tmp_path)
 
 
@@ -184,7 +185,7 @@ def test_nothing_else_is_read_and_it_is_named(tmp_path: Path, line: str, caplog:
     name = line.partition("=")[0]
     assert sorted(read_keys(tmp_path)) == ["FIRECRAWL_API_KEY", "HF_TOKEN", "PIP_INDEX_API_KEY"]
     assert f"{tmp_path}/.env: ignored {name}." in caplog.text
-    assert "Set the rest in the environment, with flags or in a --config file" in caplog.text
+    check_message(caplog.text, "--config")
     read_keys(tmp_path)
     assert len(caplog.records) == 1, "it is said once"
 
@@ -192,7 +193,7 @@ def test_nothing_else_is_read_and_it_is_named(tmp_path: Path, line: str, caplog:
 def test_a_long_file_is_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".env").write_text("".join(f"NAME{number}=x\n" for number in range(30)))
     assert read_keys(tmp_path) == {}
-    assert "NAME7 and 22 more. A .env file" in caplog.text
+    check_message(caplog.text, "NAME7", "22")
 
 
 START = ("OPENAI", "ATROPOS_SERVER", "PALAESTRA_OPENAI")
@@ -271,7 +272,7 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
             path.mkdir()  # as `python -m venv .env` makes it
             assert read_keys(tmp_path) == {}
             return
-    with pytest.raises(ConfigError, match=r"not a regular file|more than 1 MiB"):
+    with raises(ConfigError, "MiB"):
         read_keys(tmp_path)
 
 
@@ -287,7 +288,7 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
 )
 def test_a_long_file_is_too_long_in_any_encoding(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".env").write_bytes(data)
-    with pytest.raises(ConfigError, match="more than 1 MiB"):
+    with raises(ConfigError, "MiB"):
         read_keys(tmp_path)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra.cli.main import main
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -50,7 +51,7 @@ def test_a_name_that_does_not_begin_with_its_part_is_spelled_below_it() -> None:
     assert (run.env_config.driver, run.env_config.nomad_address) == ("raw_exec", "http://n:1")
     run.env_config.check_runnable(run.sources)
     other = parse("--nomad.driver", "raw_exec")
-    with pytest.raises(ConfigError, match="driver is a setting of the backend nomad"):
+    with raises(ConfigError, "driver"):
         other.env_config.check_runnable(other.sources)
     with pytest.raises(ConfigError, match="modal_gpu"):
         ToolSettings(modal_gpu="T4")
@@ -133,7 +134,7 @@ def test_help_lists_each_setting_once_in_the_whole_or_by_a_name() -> None:
     assert {"web", "modal", "trackers"} <= {*names}
     assert len(here) + len(re.findall(r"(?m)^  --openai", whole)) <= 90
     assert sorted([*here, *elsewhere]) == sorted(all_settings(HermesAgentEnvConfig))
-    with pytest.raises(ConfigError, match="Did you mean moa"):
+    with raises(ConfigError, "moa"):
         help_of("mao")
 
 

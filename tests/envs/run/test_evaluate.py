@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
+from golden_messages import raises
 from palaestra.cli.main import main
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.rollouts.journal.reader import Recording
@@ -65,7 +66,7 @@ def test_no_task_is_both_trained_on_and_evaluated(lines_env: str) -> None:
 
 def test_nothing_held_out_is_one_message(lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert palaestra("eval", lines_env, "--env.n=2", "--env.held_out=0.001", "--policy=noop") == 2
-    assert "count_lines has no task to evaluate; held_out is 0.001" in capsys.readouterr().err
+    assert "held_out is 0.001" in capsys.readouterr().err
 
 
 def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
@@ -94,7 +95,7 @@ def test_a_class_with_a_list_of_items_keeps_some_back() -> None:
     assert 0 < len(evaluated) < 20
     given, evaluated, known = items()
     assert given == evaluated == known
-    with pytest.raises(ConfigError, match=r"held_out 1e-09 leaves none of 30 tasks to evaluate"):
+    with raises(ConfigError, "held_out", "1e-09", "30"):
         items(held_out=1e-9)
 
 
@@ -133,7 +134,7 @@ def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.Ca
     (folder,) = Path().glob("runs/*/*")
     journal = (folder / "journal.jsonl").read_bytes()
     assert palaestra("eval", lines_env, "--policy", "oracle", "--resume", str(folder)) == 2
-    assert f"{folder} is a run and cannot be resumed as an evaluation" in capsys.readouterr().err
+    assert f"{folder} is a run and cannot" in capsys.readouterr().err
     assert (folder / "journal.jsonl").read_bytes() == journal
 
 
@@ -148,7 +149,7 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
     journal.write_bytes(b"".join(lines[: until + 1]))
     Path(lines_env).write_text(scripts.COUNT_LINES.replace('f"lines-{i}"', 'f"other-{i}"'))
     assert palaestra(*said, "--resume", str(journal.parent)) == 2
-    assert "task 0 is now other-0, but was lines-0 before" in capsys.readouterr().err
+    assert "other-0, but was lines-0" in capsys.readouterr().err
 
 
 LISTED = """

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import palaestra_suites.examples.count_lines as example
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.envs.run.evaluation_set import split_words
 from palaestra.envs.run.run_table import FORMATS, TableRow
@@ -312,7 +313,7 @@ def test_a_set_stores_no_secret_and_asks_for_it_again(flag: str, capsys: pytest.
     more = ["--env.max_failures", "1"]
     assert main(["resume", folder, *more]) == 2
     setting = flag.removeprefix("--").replace("-", "_")
-    assert f"needs {setting} again: add --{setting} VALUE, or set PALAESTRA_" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, setting, "VALUE", "PALAESTRA_")
     main(["resume", folder, *more, flag, SECRETS[flag]])
     assert "again: add" not in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from talking import Talk, trainer
 
+from golden_messages import check_message
 from palaestra.agent.result import AgentResult
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -235,9 +236,9 @@ async def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: 
         await serve(Naming, folder, tmp_path, url, "--group", "2", "--tasks", "2")
     said = (tmp_path / "log").read_text()
     assert said.count("is not sent: its shortest rollout has") == 1
-    assert "the trainer accepts 64. Offer fewer tools (--env.enabled_toolsets)" in said
+    assert "trainer accepts 64. Offer" in said
     assert "0 groups delivered" in said
-    assert "2 had only rollouts that are too long" in said
+    assert "2 had only rollouts" in said
 
 
 def new_output(root: Path) -> RunOutput:
@@ -311,10 +312,10 @@ async def test_groups_of_equal_scores_are_told_of_once_and_counted(tmp_path: Pat
             await feeding.run(roll_out, lambda group: None)
         finally:
             output.close("done")
-    assert [note for note in notes if "not sent" in note] == [
-        "group 0 is not sent: its scores are equal (ensure_scores_are_not_same)"
-    ]
-    assert notes[-1].endswith("; 2 had equal scores")
+    (unsent,) = [note for note in notes if "not sent" in note]
+    assert "group 0 is not sent" in unsent
+    assert "ensure_scores_are_not_same" in unsent
+    check_message(notes[-1])
 
 
 @pytest.mark.parametrize(("silent", "sent"), [(1, [1.0, 0.5]), (3, None)])

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from recorded import embedded
 
 import palaestra
+from golden_messages import raises
 from palaestra import ConfigError, Run
 from palaestra.cli.main import cli, main
 from palaestra.rollouts.journal.reader import open_recording
@@ -121,7 +122,7 @@ def test_the_setting_decides_which_work_is_paid(settings: dict[str, object], pai
 
 
 def test_labels_that_only_strict_reads_are_refused_without_strict() -> None:
-    with pytest.raises(ConfigError, match="strict_labels has no effect with reward guarded; set reward strict"):
+    with raises(ConfigError, "strict_labels", "guarded"):
         play(strict_labels=["forged"])
     with pytest.raises(ConfigError, match="reward"):
         play(reward="lenient")
@@ -205,7 +206,7 @@ def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
     assert json.loads(told("runs", "--json"))[0]["official"] == 1.0
     first = embedded(run.path / "report.html")["answers"]["run"]
     assert first["summary"]["official"]["mean"] == 1.0
-    assert any("1 rollout: official 1, reward 0, because of forged" in line for line in first["verdicts"])
+    assert any("official 1, reward 0, because of forged" in line for line in first["verdicts"])
     assert first["summary"]["differs"] == 2
     told("report", "last", "--out", "again.html")
     again = embedded(Path("again.html"))["answers"]

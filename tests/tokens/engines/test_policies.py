@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra import AgentResult
 from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.errors import ConfigError, TaskError
@@ -100,19 +101,19 @@ def test_examples_in_the_prompt_are_not_turns() -> None:
 
 
 def test_a_task_without_a_solution_is_named_with_the_way_out() -> None:
-    with pytest.raises(TaskError, match=r"'t' has no reference solution.*solution="):
+    with raises(TaskError):
         roll_out("oracle", task())
 
 
 @pytest.mark.parametrize("solution", [{"cmd": "ls"}, [{"cmd": "ls"}], 7], ids=repr)
 def test_a_solution_of_another_shape_is_the_tasks_fault(solution: JSON) -> None:
-    with pytest.raises(TaskError, match=r"The solution of task 't' is "):
+    with raises(TaskError):
         roll_out("oracle", task(solution))
 
 
 def test_commands_for_an_agent_without_a_terminal_are_the_tasks_fault() -> None:
     files = {"write_file": TOOLS["write_file"]}
-    with pytest.raises(TaskError, match=r"the tool terminal, but the agent has only write_file\. Add its toolset"):
+    with raises(TaskError, "terminal", "write_file"):
         roll_out("oracle", task("make"), tools=files)
     _, ran = roll_out("oracle", task([ToolStep("write_file", {"path": "x", "content": "y"})]), tools=files)
     assert [name for name, _ in ran] == ["write_file"]
@@ -120,7 +121,7 @@ def test_commands_for_an_agent_without_a_terminal_are_the_tasks_fault() -> None:
 
 async def test_the_oracle_without_a_task_says_so() -> None:
     engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="oracle"))
-    with pytest.raises(TaskError, match=r"oracle.*does not belong to"):
+    with raises(TaskError):
         await engine.chat_completion(messages=[])
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from golden_messages import raises
 from manual_clock import ManualClock
 from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra_slots.core.types import JSON
@@ -244,7 +245,7 @@ def test_what_trying_again_may_change_and_a_full_window_are_told_apart(
 
     async def scenario(url: str) -> None:
         client = wire(APIServerConfig(base_url=url, model_name="toy", tokenizer_name=str(folder)), clock=ManualClock())
-        with pytest.raises(ContextExceeded, match="a window of 8 tokens"):
+        with raises(ContextExceeded):
             await client.chat_completion(messages=[{"role": "user", "content": "?"}])
         assert client.transport.retries == 1
         await client.aclose()
@@ -280,7 +281,7 @@ def test_a_client_that_hangs_up_takes_its_request_back(folder: Path) -> None:
 def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
     async def scenario(url: str) -> None:
         port = int(url.rpartition(":")[2])
-        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with raises(ValueError):
             await ModelServer(Toy(folder, ["x"]), port=port).__aenter__()
 
     with_server(Toy(folder, ["x"]), scenario)

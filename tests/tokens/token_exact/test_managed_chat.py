@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from golden_messages import raises
 from manual_clock import ManualClock
 from palaestra_contract.agent_loop import HermesAgentLoop
 from palaestra_slots.core.errors import ConfigError, EngineReplyError, EngineUnavailable
@@ -356,7 +357,7 @@ def test_a_replys_own_calls_may_be_sent_back() -> None:
 
     wrong = asyncio.run(go())
     assert [row.reason for row in chat.ledger.rows()] == ["start"]
-    with pytest.raises(ConfigError, match="tool call without a function name"):
+    with raises(ConfigError):
         asyncio.run(chat.chat_completion(messages=wrong, tools=[TERMINAL]))
     check(chat)
 
@@ -383,7 +384,7 @@ async def test_a_parser_that_raises_leaves_no_trace_of_the_turn() -> None:
 async def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> None:
     engine = toy("hello")
     chat = managed(engine, chat_format=ChatFormat(TOKENIZER, STRIPPING))
-    with pytest.raises(ConfigError, match="does not show tool 'terminal'"):
+    with raises(ConfigError, "terminal"):
         await chat.chat_completion(messages=HI, tools=[TERMINAL])
     assert engine.requests == 0
 
@@ -575,14 +576,14 @@ class Answering:
 )
 async def test_an_answer_that_cannot_be_right_is_a_typed_error_and_no_row(answer: Sampled, complaint: str) -> None:
     chat = ManagedChat(Answering(answer), FORMAT, clock=ManualClock())
-    with pytest.raises(EngineReplyError, match=rf"Engine 'odd' answered a prompt of \d+ tokens with {complaint}"):
+    with raises(EngineReplyError, "Engine", "odd", complaint):
         await chat.chat_completion(messages=HI, max_tokens=8)
     assert chat.ledger.rows() == []
 
 
 async def test_an_engine_that_aborts_for_ever_is_unavailable() -> None:
     chat = ManagedChat(Answering(Sampled([], [], "abort")), FORMAT, clock=ManualClock())
-    with pytest.raises(EngineUnavailable, match="aborted one request 200 times"):
+    with raises(EngineUnavailable, "200", "times"):
         await chat.chat_completion(messages=HI)
     assert chat.ledger.rows() == []
 

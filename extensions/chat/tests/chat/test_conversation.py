@@ -335,7 +335,8 @@ async def test_a_limit_of_model_calls_ends_the_turn(tmp_path: Path) -> None:
     async with EchoChatServer() as server, service(tmp_path, server, replace(SETTINGS, max_turns=1)) as chat:
         conversation = Conversation.begin(chat)
         end = ended(await said(conversation, f"call {terminal('echo hi')}"))
-        assert (end.outcome, end.error) == ("max_turns", "the limit of 1 model call for one message")
+        assert end.outcome == "max_turns"
+        assert "limit of 1 model call" in end.error
         assert conversation.history.messages[-1]["role"] == "assistant"
         end = ended(await said(conversation, "say more"))
         assert end.outcome == "natural"

@@ -175,7 +175,7 @@ def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None
             assert file.exists() == (answer == "once")
         question = editor.questions[0]
         assert (question.kind, question.raw_input) == ("other", arguments)
-        assert "the tool 'write' of the MCP server 'fs'" in question.title
+        assert "'write' of the MCP server 'fs'" in question.title
         assert str(file) in question.content[0].content.text
 
     play(tmp_path, scene, "--mcp", str(settings))
@@ -222,13 +222,13 @@ def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(t
             assert file.exists() == written
         assert "the tool 'write' of the MCP server 'my_fs'" in editor.questions[0].title
         await said(f"call mcp_my_fs_wipe {json.dumps({'path': str(file)})}")
-        assert "A hook of the user refused this call: no wiping" in str(editor.updates)
+        assert "refused this call: no wiping" in str(editor.updates)
         assert (file.read_text(), editor.answers) == ("new", [])
 
         old = schema.SseMcpServer(type="sse", name="old", url="http://127.0.0.1:9/sse", headers=[])
         with pytest.raises(acp.RequestError) as refused:
             await agent.new_session(cwd=str(tmp_path), mcp_servers=[old])
-        assert "the transport sse is not supported" in str(refused.value.data)
+        assert "transport sse" in str(refused.value.data)
         image = acp.image_block("aGVsbG8=", "image/png")
         with pytest.raises(acp.RequestError) as refused:
             await agent.prompt(session_id=session, prompt=[image])

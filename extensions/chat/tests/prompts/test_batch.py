@@ -143,7 +143,7 @@ def test_rows_name_images_in_their_own_folder_only(folder: Path, server: str) ->
     assert sorted(failed) == [0, 1, 2, 3, 4, 5]
     for number in range(5):
         assert f"its image {images[number]!r} is neither the name of an image nor a path" in failed[number]
-    assert "its image './here' does not exist in the folder of the rows" in failed[5]
+    assert "'./here' does not exist" in failed[5]
 
 
 @pytest.mark.slots
@@ -250,7 +250,8 @@ def test_a_sample_is_tried_again_until_it_fits_the_schema(folder: Path, server: 
     assert kept["tool_stats"] == {}
     assert "terminal" in json.loads((folder / "data/shaped/tools.json").read_text())
     reasons = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/shaped/discarded.jsonl")]
-    assert reasons[0] == (0, 'the last reply does not fit the schema: n is not of type "integer"')
+    assert reasons[0][0] == 0
+    assert 'schema: n is not of type "integer"' in reasons[0][1]
     assert reasons[1:] == [(0, "the last reply is not JSON"), *[(1, "the last reply is not JSON")] * 3]
 
 

@@ -15,6 +15,7 @@ from cluster import counting
 from cluster.on_loop import on_loop
 from cluster.ray_nodes import SMALL, processes_with, ray_cluster
 from cluster.test_processes import gone, journal_lines, started
+from golden_messages import raises
 from palaestra.envs.run.elsewhere import check_elsewhere, open_cluster
 from palaestra_cloud.cluster.opened import on_processes, on_ray
 from palaestra_slots.core.errors import ConfigError
@@ -31,7 +32,7 @@ async def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     request: Any = None
-    with pytest.raises(ConfigError, match=r"needs the extra `ray`: pip install .*\[ray\]"):
+    with raises(ConfigError, "ray"):
         async with on_ray("", request):
             pass
 
@@ -40,14 +41,14 @@ async def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPa
 async def test_a_number_of_processes_is_required() -> None:
     request: Any = None
     for words in ("", "many", "0", "-1"):
-        with pytest.raises(ConfigError, match="needs the number of workers"):
+        with raises(ConfigError):
             async with on_processes(words, request):
                 pass
 
 
 def test_an_unknown_cluster_is_named_with_the_known_ones() -> None:
     request: Any = type("Request", (), {"config": type("Config", (), {"on": "rey"})})
-    with pytest.raises(ConfigError, match=r"no cluster is called 'rey'.*ray"):
+    with raises(ConfigError, "rey"):
         open_cluster(request)
 
 
@@ -55,7 +56,7 @@ def test_what_one_machine_alone_can_do_is_refused_by_name() -> None:
     from palaestra.envs.config.fields import HermesAgentEnvConfig
 
     config = HermesAgentEnvConfig(on="ray", save_workspaces=True, agent="codex")
-    with pytest.raises(ConfigError, match=r"--agent codex, --keep-workspaces works on one machine only"):
+    with raises(ConfigError, "--agent", "codex", "--keep-workspaces"):
         check_elsewhere(config, in_process=False, begins=None)
     check_elsewhere(HermesAgentEnvConfig(on="ray"), in_process=False, begins=None)
 

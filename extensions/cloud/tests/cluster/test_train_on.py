@@ -15,6 +15,7 @@ from tabular import TabularTrainer
 import palaestra
 from cluster.on_loop import on_loop
 from cluster.ray_nodes import processes_with, ray_cluster
+from golden_messages import raises
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra_slots.core.errors import ConfigError
@@ -88,7 +89,7 @@ async def test_a_killed_worker_costs_no_step(tmp_path: Path, model: str) -> None
 async def test_an_engine_without_token_exact_chat_is_refused(tmp_path: Path, model: str) -> None:
     trainer = TabularTrainer(tokenizer=load_tokenizer(model))
     trainer.engine = ScriptedEngine(APIServerConfig(model_name="table"), NoopPolicy())  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="the trainer tabular cannot be served to nodes: leave out --on"):
+    with raises(ConfigError, "tabular", "--on"):
         await trained(trainer, model, tmp_path / "runs", "processes:1")
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from golden_messages import raises
 from palaestra_contract.chat_tokenizer import ChatTokenizer
 from palaestra_contract.helpers.evaluations import EvalBase
 from palaestra_contract.helpers.message_history import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
@@ -72,7 +73,7 @@ def test_reward_functions_are_made_by_name() -> None:
     assert BrokenReward()(["a", "b"]) == [0.0, 0.0]
     with pytest.raises(TypeError, match="not a subclass"):
         own.register(int)
-    with pytest.raises(ImportError, match=r"'missing': register it with @registry\.register.*registered: length"):
+    with raises(ImportError, "missing", "length"):
         own.get("missing")
 
 

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import palaestra
+from golden_messages import check_message
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra_contract.agent_env import AgentEnvConfig
@@ -79,7 +80,7 @@ def test_every_source_may_name_one(source: str, tmp_path: Path, caplog: pytest.L
     assert str(parsed.env_config.terminal_lifetime) == "5"  # type: ignore[attr-defined]
     assert parsed.sources.keys() >= {"env.group_size"}
     (warning,) = caplog.messages
-    assert "terminal_lifetime (a slot lives as long as its rollout)" in warning
+    check_message(warning, "terminal_lifetime", "rollout")
 
 
 def test_other_unknown_names_stay_errors() -> None:

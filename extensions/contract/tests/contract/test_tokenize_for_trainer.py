@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from golden_messages import raises
 from palaestra_contract.chat_tokenizer import ChatTokenizer
 from palaestra_contract.helpers.training_tokens import tokenize_for_trainer
 from palaestra_slots.core.errors import ConfigError
@@ -58,7 +59,7 @@ def test_an_end_that_the_model_did_not_write_is_removed() -> None:
 def test_a_plain_tokenizer_is_enough_and_none_is_not() -> None:
     plain = toy_tokenizer()
     assert tokenize_for_trainer(plain, CHAT) == tokenize_for_trainer(ChatTokenizer(plain), CHAT)
-    with pytest.raises(ConfigError, match=r"self\.tokenizer is None: set tokenizer_name"):
+    with raises(ConfigError, "self.tokenizer", "tokenizer_name"):
         tokenize_for_trainer(None, CHAT)
 
 
@@ -72,7 +73,7 @@ def test_a_conversation_becomes_ids_text_or_the_answer_of_a_call(tokenizer: Chat
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, chat_template="{{ messages | length }}") == "5"
     open_ended = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
     assert open_ended.endswith("<|im_start|>assistant\nYes.")
-    with pytest.raises(ConfigError, match="at least one message"):
+    with raises(ConfigError):
         tokenizer.apply_chat_template([])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools.registry.toolsets import TOOLSETS
 from palaestra_contract import (
     TOOL_TO_TOOLSET_MAP,
@@ -41,7 +42,7 @@ def test_what_is_missing_is_told_with_the_reason(caplog: pytest.LogCaptureFixtur
     missing = {each["name"]: each for each in unavailable}
     assert "speech_base_url" in missing["tts"]["missing"]["text_to_speech"]
     assert not set(available) & set(missing)
-    assert "toolset tts is not available" in caplog.text
+    check_message(caplog.text, "toolset", "tts")
     caplog.clear()
     check_tool_availability(quiet=True)
     assert caplog.text == ""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from golden_messages import check_message, raises
 from palaestra.cli.main import cli
 from palaestra.cli.server_options import read_token
 from palaestra.tools.registry.registry import ToolRegistry
@@ -227,7 +228,7 @@ async def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
     (tmp_path / "token").write_text("sesame\n")
     (tmp_path / "two").write_text("open\nsesame\n")
     assert read_token(None, "TOOL_SERVER_TOKEN") == read_token(tmp_path / "token", "TOOL_SERVER_TOKEN") == "sesame"
-    with pytest.raises(ConfigError, match="two contains a control character"):
+    with raises(ConfigError):
         read_token(tmp_path / "two", "TOOL_SERVER_TOKEN")
 
     async def listed() -> list[str]:
@@ -253,9 +254,9 @@ def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[s
     )
     assert (settings.allow_network, settings.acquire_timeout_s) == (False, 5.0)
     said = capsys.readouterr().err
-    assert "TOOL_EXECUTOR_SLOTS has no effect without TOOL_EXECUTOR_NOMAD_ADDRESS" in said
-    assert "TOOL_EXECUTOR_MAX_BATCH_SIZE has no effect: each tool call is sent immediately" in said
-    with pytest.raises(ConfigError, match=r"ALOW_NETWORK is not a setting\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
+    check_message(said, "TOOL_EXECUTOR_SLOTS", "TOOL_EXECUTOR_NOMAD_ADDRESS")
+    check_message(said, "TOOL_EXECUTOR_MAX_BATCH_SIZE")
+    with raises(ConfigError, "ALOW_NETWORK", "TOOL_EXECUTOR_ALLOW_NETWORK"):
         executor_settings({"TOOL_EXECUTOR_ALOW_NETWORK": "1"})
     with pytest.raises(ConfigError, match=r"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S 'x'"):
         executor_settings({"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "x"})
@@ -266,7 +267,7 @@ def test_a_tool_server_without_external_tools_says_so(tmp_path: Path) -> None:
     tools.write_text(TOOLS.replace("(external=True)", ""))
     refused = CliRunner().invoke(cli, ["serve", "tools", str(tools)], standalone_mode=False).exception
     assert isinstance(refused, ConfigError)
-    assert "none of shout is marked external" in str(refused)
+    check_message(str(refused), "shout")
 
 
 def test_bodies_are_importable_from_the_package() -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from golden_messages import check_message
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.decorator import tool
 from palaestra.tools.registry.registry import ToolRegistry
@@ -103,7 +104,7 @@ async def test_a_socket_makes_no_difference() -> None:
         assert told == await results(elsewhere)
         assert told[0].output == "hello"
         assert (told[1].error, told[1].metadata) == ("say something", {"hint": "anything"})
-        assert "missing required argument 'text'" in told[2].error
+        check_message(told[2].error, "text")
         assert [each.metadata.get("calls") for each in (told[3], told[4], told[7])] == [1, 2, 1]
         assert server.total_requests == 5  # what does not fit its schema is not sent, nor what is not external
         assert len(server.leases) == 2
@@ -123,10 +124,11 @@ async def test_what_a_client_may_ask() -> None:
         assert (result["success"], result["metadata"]["calls"], result["reply"]["calls"]) == (True, 1, 1)
         assert "timed" not in (await client.call("t1", "say", {"text": "a"}))["error"]
         slow = await client.call("t1", "hang", {}, timeout_s=1)
-        assert slow["error"] == "The tool did not answer within 1 s."
+        assert "answer within 1 s." in slow["error"]
         assert (await client.call("t1", "say", {"text": "odd"}))["output"] == "?ä"
         status, refused = await client.post("/execute", {"tool": {"name": "near", "arguments": {"text": "a"}}})
-        assert (status, refused["detail"]) == (404, "this server has no tool 'near'; it has count, say, hang")
+        assert status == 404
+        assert "'near'; it has count, say, hang" in refused["detail"]
         assert (await client.post("/execute", {"tool": []}))[0] == 422
         await clock.pass_by(101.0)
         assert len(server.leases) == 0
@@ -204,5 +206,5 @@ def test_an_approval_of_a_tool_names_its_server_and_covers_no_other() -> None:
     one, other = (elsewhere(ToolSchema("pay", ""), f"http://{host}:1").asks for host in ("one", "other"))
     assert one is not None
     assert other is not None
-    assert one.what == "the tool 'pay' of the tool server http://one:1"
+    check_message(one.what, "pay", "//one")
     assert one.key != other.key

@@ -48,7 +48,7 @@ def test_a_command_that_goes_on_is_told_and_interrupted(at_desk: AtDesk) -> None
     async def scenario(desk: Desk) -> None:
         await tmux(desk, "start")
         shown = await tmux(desk, "send_keys", keys=["sleep 1000", "Enter"], block=True, max_wait_s=0.5)
-        assert shown["still_running"] == "The command has not ended within 0.5s."
+        assert "not ended within 0.5s." in shown["still_running"]
         shown = await tmux(desk, "send_keys", keys=["C-c"], block=True)
         assert "still_running" not in shown
         assert (await tmux(desk, "stop"))["error"] is None
@@ -64,7 +64,7 @@ def test_what_does_not_read_its_keys_holds_nothing_up(at_desk: AtDesk) -> None:
         while await desk.slot.stat("raw") is None:
             await tmux(desk, "capture")
         refused = await tmux(desk, "send_keys", keys="x" * 100_000, max_wait_s=0.5)
-        assert refused["error"].startswith("The program in the terminal did not read all keys within 1s")
+        assert "all keys within 1s" in refused["error"]
         assert (await tmux(desk, "capture"))["running"]
         assert (await tmux(desk, "stop"))["error"] is None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import TaskError
 from palaestra_suites.git_checkout import checked_path, checked_url, git_checkout, inside
 
@@ -62,9 +63,9 @@ def test_a_folder_is_not_reached_through_a_link(tmp_path: Path, repository: tupl
     assert inside(place, "tasks/one").is_dir()
     (place / "tasks/link").unlink(missing_ok=True)
     (place / "tasks/link").symlink_to("/etc")
-    with pytest.raises(TaskError, match="leads through a link"):
+    with raises(TaskError):
         inside(place, "tasks/link")
-    with pytest.raises(TaskError, match="has no folder missing"):
+    with raises(TaskError, "missing"):
         inside(place, "missing")
 
 

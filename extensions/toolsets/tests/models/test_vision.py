@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.registry.build import build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -105,8 +106,8 @@ def test_what_is_no_image_is_not_sent() -> None:
     async def scenario(server: SeeingServer, ask: Ask) -> None:
         server.files["page"] = (b"<html>", "image/png")
         server.files["big"] = (RED + bytes(1000), "image/png")
-        assert "not an image of a known type" in (await ask(f"{server.url}/files/page"))["error"]
-        assert "more than the 600" in (await ask(f"{server.url}/files/big"))["error"]
+        check_message((await ask(f"{server.url}/files/page"))["error"])
+        check_message((await ask(f"{server.url}/files/big"))["error"], "600")
         assert not server.asked
 
     asking(scenario, vision_max_image_bytes=600)

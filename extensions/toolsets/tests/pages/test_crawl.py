@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from golden_messages import check_message
 from palaestra import open_world
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
@@ -81,8 +82,8 @@ def test_a_site_is_read_nearest_pages_first_and_nothing_else_is(site: Site) -> N
     results = dict(zip(paths(reply, site), reply["results"], strict=True))
     assert results["/herons"]["title"] == "/herons"
     assert "Words of /herons." in results["/herons"]["content"]
-    assert results["/missing"]["error"] == "the server answered with HTTP 404 Not Found"
-    assert results["/away"]["error"].startswith("it leads to another site, http://localhost:")
+    assert "HTTP 404 Not Found" in results["/missing"]["error"]
+    assert "another site, http://localhost:" in results["/away"]["error"]
     assert "/private/x" not in site.seen
     assert site.seen.count("/robots.txt") == 1
 
@@ -142,15 +143,15 @@ def test_a_site_that_does_not_answer_in_time_is_said_to() -> None:
     with Site(app) as running:
         reply = crawl(running.url + "/", time_s=1.0)
     assert len(reply["results"]) == 1
-    assert reply["note"] == "The crawl stopped after 1 s, before it had read all pages"
+    assert "The crawl stopped after 1 s" in reply["note"]
 
 
 def test_private_addresses_are_no_sites(site: Site) -> None:
     reply = crawl(site.url + "/", allow="127.0.0.2")
     assert "private" in reply["results"][0]["error"]
-    assert reply["error"].startswith("No page could be read")
+    check_message(reply["error"])
     assert site.seen == []
-    assert "only http and https" in crawl("file:///etc/passwd")["results"][0]["error"]
+    check_message(crawl("file:///etc/passwd")["results"][0]["error"])
 
 
 def test_a_crawl_is_recorded_and_played_without_the_site(tmp_path: Path) -> None:

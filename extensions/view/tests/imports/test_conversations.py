@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from recorded import META, TWO_CALLS, groups, histories, rollout, turns
 
+from golden_messages import check_message
 from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import AtroposExporter
 from palaestra.rollouts.export.chat_messages import chat_messages
@@ -229,7 +230,7 @@ def test_bytes_that_are_not_utf8_lone_surrogates_and_deep_values(tmp_path: Path)
     assert isinstance(odd, Imported)
     assert odd.trajectory.messages[0]["content"] == "caf� ?"
     assert odd.trajectory.reward is None
-    assert deep == "record 2: it is nested too deeply"
+    check_message(deep, "record")
     assert isinstance(long, Imported)
 
 

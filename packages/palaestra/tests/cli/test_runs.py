@@ -90,7 +90,7 @@ def test_a_run_is_resumed_with_the_settings_that_it_was_given(
 def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "last", "--env.n", "3"]) == 0
     said = capsys.readouterr().err
-    assert "2 groups kept from earlier parts of the run" in said
+    assert "2 groups kept" in said
     assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("[")] == ["[3/3] w2"]
     assert [group.task_id for group in open_run().groups] == ["w0", "w1", "w2"]
     assert main(["run", "my_env.py", "--policy", "oracle", "--group", "2", "--env.seed", "7", "--resume", "last"]) == 0
@@ -99,7 +99,7 @@ def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureFixture) -> None:
     assert main(["resume", "last", "--env.n", "1"]) == 0
-    assert "resumed with a changed setting: n was 2, and is 1 now" in caplog.text
+    assert "n was 2, and is 1" in caplog.text
     assert len(open_run().groups) == 2
     caplog.clear()
     assert main(["resume", "last"]) == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from recorded import broken, sky, write_run
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 
 
@@ -53,4 +54,4 @@ def test_a_run_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(tmp_path) == 2
-    assert "is not a run folder" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "folder")

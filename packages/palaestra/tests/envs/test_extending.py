@@ -99,10 +99,10 @@ def test_no_group_is_of_two_questions(capsys: pytest.CaptureFixture[str]) -> Non
     run = Extended(2, 2, CHANGING)
     asked = [group.asked for group in Recording(run.journal)]
     assert run.go(2, 2) == 0
-    assert "The prompt of task 1 (t-1) has changed" in capsys.readouterr().err
+    assert "task 1 (t-1) has changed" in capsys.readouterr().err
     for _ in range(2):
         assert run.go(3, 4) == 0
-        assert "The prompt of task t-1 has changed since its earlier rollouts were recorded" in capsys.readouterr().err
+        assert "task t-1 has changed" in capsys.readouterr().err
         groups = list(Recording(run.journal))
         assert [len(group.trajectories) for group in groups] == run.lines == [4, 2, 4]
         assert [group.asked for group in groups][:2] == asked

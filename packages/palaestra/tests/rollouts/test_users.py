@@ -12,6 +12,7 @@ import pytest
 from yarl import URL
 
 import palaestra
+from golden_messages import check_message, raises
 from palaestra import ChatModel, ConfigError, Prices, Say, Task, ToolStep, environment
 from palaestra.cli.main import main
 from palaestra.envs.run.library import assembled
@@ -310,7 +311,7 @@ def test_an_error_of_the_user_names_its_line() -> None:
 
     rollout = palaestra.run_sync(cafe(broken), policy="oracle").trajectories[0]
     assert rollout.blame is Blame.TASK
-    assert "the user of 000000-one/0 failed with AttributeError" in rollout.error
+    check_message(rollout.error, "000000-one/0", "AttributeError")
     assert "test_users.py, line" in rollout.error
 
 
@@ -319,7 +320,7 @@ def test_a_user_is_declared_once_with_known_parameters() -> None:
     with pytest.raises(ConfigError, match="two users"):
         made.user(lambda: None)
     other = environment(toolsets=[])(lambda: iter(()))
-    with pytest.raises(ConfigError, match=r"task, state, messages, rollout, sandbox, rng\. Did you mean messages\?"):
+    with raises(ConfigError, "messages", "sandbox", "rng"):
         other.user(lambda message: None)
 
 
@@ -445,7 +446,7 @@ async def test_a_model_is_asked_outside_of_a_rollout_too() -> None:
         asked_for = [each.body["messages"][0]["content"] for each in server.seen if each.method == "POST"]
         systems = asked_for[-2:]
         assert systems[0] == "Be a cat.\nYou are short."
-        assert "write no and nothing else" in systems[1]
+        check_message(systems[1])
 
 
 async def test_a_users_model_that_fails_leaves_the_rollout_unscored() -> None:
@@ -525,7 +526,7 @@ async def test_a_model_whose_reply_has_no_room_for_text_is_an_error() -> None:
     empty = completion("")
     empty["choices"][0]["finish_reason"] = "length"
     async with LoopbackServer(FakeAnswer(empty)) as server:
-        with pytest.raises(EngineReplyError, match="raise max_tokens of ChatModel, which is 2048"):
+        with raises(EngineReplyError, "max_tokens", "ChatModel", "2048"):
             await ChatModel("m", base_url=server.url).ask("?")
 
 
@@ -588,7 +589,7 @@ def test_a_plain_hook_with_a_loop_of_its_own_gets_one_clear_error() -> None:
 
     rollout = palaestra.run_sync(made, policy="oracle").trajectories[0]
     assert (rollout.reward, rollout.blame) == (None, Blame.TASK)
-    assert "declare the hook with `async def`, and write `await model.ask(...)`" in rollout.error
+    check_message(rollout.error, "async def", "await model.ask(...)")
 
 
 REPEATED = """

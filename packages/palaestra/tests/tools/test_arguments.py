@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from golden_messages import check_message
 from palaestra.tools.arguments import InvalidArguments, compiled
 from palaestra.tools.tool import ToolSchema
 from palaestra_slots.core.errors import ConfigError
@@ -99,12 +100,12 @@ def test_an_escaped_surrogate_pair_is_text_like_any_other() -> None:
 
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     message = refusal('{"command": "ls", "timeot": 3}')
-    assert "unknown argument 'timeot' (did you mean 'timeout'?)" in message
+    check_message(message, "timeot", "timeout")
 
 
 def test_all_wrong_names_are_told_at_once() -> None:
     message = refusal('{"cmd": "ls"}')
-    assert "missing required argument 'command'" in message
+    check_message(message, "command")
     assert "unknown argument 'cmd'" in message
 
 
@@ -260,5 +261,5 @@ def test_any_text_gives_a_valid_object_or_one_refusal(raw: str) -> None:
 def test_very_many_unknown_arguments_are_not_all_told() -> None:
     with pytest.raises(InvalidArguments) as refused:
         parse_arguments({f"x{number}": 1 for number in range(20_000)}, {"properties": {"path": {"type": "string"}}})
-    assert "19988 more unknown arguments" in str(refused.value)
+    check_message(str(refused.value), "19988")
     assert len(str(refused.value)) < 1000

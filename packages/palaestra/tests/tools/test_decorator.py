@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from golden_messages import check_message, raises
 from palaestra import ToolMistake, tool
 from palaestra.tools.arguments import compiled
 from palaestra.tools.decorator import TypedTool
@@ -149,7 +150,7 @@ def test_an_integer_that_nobody_could_write_is_a_failure_of_the_tool() -> None:
         return ToolResult(True, "all", metadata={"n": base**5000}) if told else [base**5000]
 
     for told in (True, False):
-        assert "Tool execution failed: ValueError: Exceeds the limit" in call(power, base=10, told=told)["error"]
+        check_message(call(power, base=10, told=told)["error"], "ValueError", "Exceeds")
 
 
 def test_a_plain_function_does_not_hold_up_the_loop() -> None:
@@ -216,7 +217,7 @@ def test_an_argument_may_be_called_like_what_can_be_asked_for() -> None:
 
 
 def test_only_an_environment_has_the_task() -> None:
-    with pytest.raises(ConfigError, match="tool cheat has a task parameter, which only an environment"):
+    with raises(ConfigError, "cheat"):
 
         @tool
         def cheat(task: Task) -> str:

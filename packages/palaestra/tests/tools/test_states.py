@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, States, ToolCall, ToolReply, ToolRun, ToolSchema
@@ -57,7 +58,7 @@ async def test_the_newest_is_closed_first_and_one_that_fails_stops_nobody(caplog
         await states.aclose()
         assert states.get(First) is not None
     assert CLOSED == ["second", "first"]
-    assert "Second could not be closed" in caplog.text
+    check_message(caplog.text, "Second")
 
 
 async def test_what_was_put_there_is_its_owners_to_close() -> None:

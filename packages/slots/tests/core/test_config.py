@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from golden_messages import check_message, raises
 from palaestra_slots.core.config import (
     DEFAULT,
     ConfigLayer,
@@ -42,14 +43,14 @@ def test_a_later_layer_wins_and_the_source_says_which() -> None:
 def test_a_path_in_a_home_directory_that_is_not_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert (local_path("~/.cache"), local_path("/a/~")) == (Path("/me/.cache"), Path("/a/~"))
-    with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/x' cannot be used: .*set HOME"):
+    with raises(ConfigError, "~nobody-of-this-name/x", "HOME"):
         local_path("~nobody-of-this-name/x")
 
 
 def test_a_secret_is_sent_as_a_header_can_carry_it() -> None:
     told = {"t\u00f6k": "t\u00f6k", " tok\r\n": "tok", "\n": None, "": None, None: None}
     assert {text: sent_secret(text, "token") for text in told} == told
-    with pytest.raises(ConfigError, match="token contains a control character") as caught:
+    with raises(ConfigError, "token") as caught:
         sent_secret("a\nb", "token")
     assert "a\nb" not in str(caught.value)
 
@@ -73,7 +74,7 @@ def test_a_whole_mapping_replaces_the_one_below() -> None:
 
 
 def test_an_unknown_key_names_its_layer_and_the_nearest_key() -> None:
-    with pytest.raises(ConfigError, match=r"oven\.yaml: unknown setting degree\. Did you mean degrees\?"):
+    with raises(ConfigError, "oven.yaml", "degree", "degrees"):
         merge(Oven, [ConfigLayer("oven.yaml", {"degree": 200})])
 
 
@@ -96,13 +97,13 @@ def test_a_secret_is_not_in_the_message() -> None:
 
 
 def test_making_settings_by_hand_raises_the_same_error() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting degres of Oven\. Did you mean degrees\?"):
+    with raises(ConfigError, "degres", "Oven", "degrees"):
         Oven(degres=3)  # type: ignore[call-arg]
 
 
 def test_nearest_is_silent_when_nothing_is_near() -> None:
     assert nearest("zzz", ["group_size"]) == ""
-    assert nearest("Group_Sise", ["group_size"]) == " Did you mean group_size?"
+    check_message(nearest("Group_Sise", ["group_size"]), "group_size")
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["degrees", "name"]), st.just(None)), max_size=4))
@@ -134,7 +135,7 @@ def test_a_toml_key_has_few_parts(text: str) -> None:
     """A key takes the square of the time of its parts, a table's header its time again for each line below it."""
     read_toml(text.replace("KEY", ".".join("a" * 30)))
     for parts in (33, 500):
-        with pytest.raises(RecursionError, match="more than 32 parts"):
+        with raises(RecursionError, "32"):
             read_toml(text.replace("KEY", ".".join("a" * parts)))
 
 

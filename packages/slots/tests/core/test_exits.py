@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from golden_messages import check_message
 from palaestra_slots.core.errors import (
     ConfigError,
     EngineRefused,
@@ -66,7 +67,7 @@ def test_an_interrupt_in_a_group_is_an_interrupt() -> None:
 
 def test_a_failure_is_reported_and_a_bug_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_failure(ConfigError("no such file")) == 2
-    assert capsys.readouterr().err == "error: no such file\n"
+    check_message(capsys.readouterr().err, "error")
     with pytest.raises(ZeroDivisionError):
         report_failure(ZeroDivisionError())
 
@@ -95,7 +96,7 @@ def test_a_failing_hook_is_one_line_without_v(flags: list[str], lines: int, caps
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines if lines < 20 else len(said) > lines
     if not flags:
-        assert said[0].startswith("tool look failed in task 0: KeyError: 'x'")
+        check_message(said[0], "KeyError")
         assert said[1:] == ["left out: a"] * 2
 
 

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.types import AllowList, Network, NetworkPolicy, number
 from palaestra_slots.sandbox.slot import SlotSpec
 
@@ -21,11 +22,11 @@ def test_a_network_may_be_said_as_text() -> None:
 
 @pytest.mark.parametrize("wrong", [True, None, "yes", ["example.org"]], ids=repr)
 def test_what_is_no_network_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="a network is 'on', 'off' or an AllowList of hosts, not"):
+    with raises(ValueError, "on", "off", "AllowList"):
         NetworkPolicy(agent=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a network is 'on', 'off'"):
+    with raises(ValueError, "on", "off"):
         SlotSpec(network=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"the hosts must be a list, such as \['example.org'\]"):
+    with raises(ValueError):
         AllowList("example.org")  # type: ignore[arg-type]
 
 

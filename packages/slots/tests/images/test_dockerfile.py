@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.images.as_user import is_root
 from palaestra_slots.images.dockerfile import (
@@ -216,7 +217,7 @@ def test_lines_end_where_tools_end_them() -> None:
     text = "\ufeffFROM a\r\nRUN true \\ \r\n  && false\r\nRUN echo \x0cb\\\\\nUSER me\n"
     assert [each.name for each in parse(text)[0].instructions] == ["FROM", "RUN", "RUN", "USER"]
     parse("# escape=\\\nFROM a\n")
-    with pytest.raises(Unsupported, match="changes the escape character"):
+    with raises(Unsupported):
         parse("# syntax=docker/dockerfile:1\n#Escape = `\nFROM a\n")
 
 

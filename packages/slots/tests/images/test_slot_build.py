@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ImageError
 from palaestra_slots.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe
 from palaestra_slots.images.image_builder import ImageBuilder
@@ -128,7 +129,7 @@ def test_an_image_states_its_own_directory_and_variables(write: object, tmp_path
 
 def test_a_base_with_a_broken_configuration_is_named(tmp_path: Path) -> None:
     image = saved(tmp_path / "base.tar", {"Env": [1]})
-    with pytest.raises(ImageError, match=r"base.tar has a configuration that cannot be read"):
+    with raises(ImageError):
         root_of(recipe(tmp_path / "task", "FROM x\n"), tmp_path, str(image))
 
 

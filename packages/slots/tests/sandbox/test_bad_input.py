@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra_slots.core.errors import ConfigError, ImageError, SandboxError, StaleLease
 from palaestra_slots.core.types import Limits
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -47,7 +48,7 @@ def test_paths_that_lead_out_name_what_is_in_the_slot(on_each_rung: WithSlot, tm
             assert caught.value.errno == number
         shell = await slot.shell(cwd="/nowhere")
         for start in (slot.execute("true", cwd="/nowhere"), slot.spawn("true", cwd="/nowhere"), shell.run("true")):
-            with pytest.raises(FileNotFoundError, match="cannot start a command in the directory: '/nowhere'"):
+            with raises(FileNotFoundError, "/nowhere"):
                 await start
 
     on_each_rung(body)
@@ -56,7 +57,7 @@ def test_paths_that_lead_out_name_what_is_in_the_slot(on_each_rung: WithSlot, tm
 def test_numbers_that_mean_nothing(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         for timeout_s in (-1.0, 0.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"timeout_s must be positive and finite, not {timeout_s}"):
+            with raises(ValueError, "timeout_s", timeout_s):
                 await slot.execute("true", timeout_s=timeout_s)
         with pytest.raises(ValueError, match="max_output_bytes"):
             await slot.execute("true", max_output_bytes=-1)
@@ -97,9 +98,7 @@ def test_the_name_of_an_image_selects_nothing_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        with pytest.raises(
-            ImageError, match=rf"'{image}' is the name of an image.* layout \(\./{image} for one in this folder\)"
-        ):
+        with raises(ImageError, image):
             await backend.create(SlotSpec(image=image), "x")
         await backend.destroy(await backend.create(SlotSpec(image=f"./{image}"), "x"))
 
@@ -109,7 +108,7 @@ def test_the_name_of_an_image_selects_nothing_in_the_working_directory(
 @pytest.mark.parametrize("name", ["memory_bytes", "cpus", "pids", "disk_bytes", "open_files"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_limits_that_are_none(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"the limit {name} of a slot must be positive, not {value}"):
+    with raises(ValueError, name, value):
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
@@ -117,7 +116,7 @@ def test_a_limit_is_a_whole_number_however_it_is_written() -> None:
     limits = Limits(memory_bytes=1e9, pids=64.0, cpus=0.5)  # type: ignore[arg-type]
     assert (limits.memory_bytes, limits.pids, limits.cpus) == (10**9, 64, 0.5)
     assert isinstance(limits.memory_bytes, int)
-    with pytest.raises(ValueError, match=r"the limit disk_bytes of a slot must be a whole number, not 1.5"):
+    with raises(ValueError, "disk_bytes"):
         Limits(disk_bytes=1.5)  # type: ignore[arg-type]
 
 
@@ -187,7 +186,7 @@ def test_no_right_to_control_groups() -> None:
         "for m in /sys/fs/cgroup/* /sys/fs/cgroup; do mountpoint -q $m && mount -o remount,ro,bind $m; done", "FULL"
     )
     assert said.startswith("IsolationUnavailable 5 ")
-    assert "control groups cannot be made: Read-only file system: /sys/fs/cgroup" in said
+    check_message(said, "Read-only", "/sys/fs/cgroup")
     assert "userns" in said
 
 
@@ -195,7 +194,7 @@ def test_no_right_to_control_groups() -> None:
 def test_no_control_groups_at_all() -> None:
     said = start_in("umount -R -l /sys/fs/cgroup", "FULL")
     assert said.startswith("IsolationUnavailable 5 ")
-    assert "no control group hierarchy" in said
+    check_message(said, "hierarchy")
 
 
 @needs_root
@@ -229,11 +228,11 @@ def test_paths_may_be_objects_and_text_is_no_bytes(on_each_rung: WithSlot) -> No
         assert await slot.read_text(Path("/tmp") / "d" / "f") == "x"  # type: ignore[call-overload]
         assert (await slot.execute("pwd", cwd=Path("/tmp/d"))).output == "/tmp/d\n"  # type: ignore[arg-type]
         assert (await slot.execute("cat", stdin="ü")).output == "ü"
-        with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
+        with raises(TypeError, "str"):
             await slot.write_bytes("f", "x")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="must be bytes, not str; encode text first"):
+        with raises(TypeError, "str"):
             await slot.write_bytes("f", "x" * (1 << 20))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"b'f' cannot be sent to a slot: .* not bytes"):
+        with raises(TypeError, "bytes"):
             await slot.read_bytes(b"f")  # type: ignore[arg-type]
         assert (await slot.execute("ls -A")).output == ""
 
@@ -270,7 +269,7 @@ def test_descriptors_end_before_slots_do(rung: str) -> None:
     if "IsolationUnavailable" in ran.stderr:
         pytest.skip(ran.stderr[-300:])
     full, outputs, whole = ran.stdout.splitlines()
-    assert "files open, out of at most 256; raise the limit (ulimit -Hn)" in full
+    assert "out of at most 256" in full
     assert (outputs, whole) == ("{'ran\\n'}", "True")
 
 
@@ -290,4 +289,4 @@ except IsolationUnavailable as error:
 @pytest.mark.parametrize("rung", ["FULL", "USERNS", "CONFINED", "NONE"])
 def test_too_few_descriptors_are_no_slots_and_no_failed_commands(rung: str) -> None:
     ran = subprocess.run([sys.executable, "-c", FEW, rung], capture_output=True, text=True, timeout=60)
-    assert "only 100 files may be open here, but slots need 256; raise the limit (ulimit -Hn)" in ran.stdout
+    assert "only 100 files may be open" in ran.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import SandboxError, SlotLost
 from palaestra_slots.core.types import Blame
 from palaestra_slots.sandbox.backends.remote import PlaceSpec, RemoteBackend
@@ -187,5 +188,5 @@ async def test_a_failure_to_start_names_the_image() -> None:
         async with WithoutPython(image="debian:12") as backend:
             await backend.create(SlotSpec(), "one")
 
-    with pytest.raises(SandboxError, match=r"elsewhere cannot start slots in the image debian:12: .*no python3 here"):
+    with raises(SandboxError, "elsewhere", "12"):
         await use()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
+from golden_messages import check_message
 from palaestra_tokens.http.transport import refused, server_says, shown
 
 
@@ -44,4 +45,4 @@ def test_addresses_are_shown_without_secrets() -> None:
 
 
 def test_a_redirect_says_what_to_change() -> None:
-    assert "https instead of http" in str(refused(URL("http://h/v1"), 301, b"", "m"))
+    check_message(str(refused(URL("http://h/v1"), 301, b"", "m")))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from golden_messages import check_message
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.templates import ChatFormat, History, TurnRenderer, TurnStep
@@ -116,7 +117,7 @@ def test_a_closing_token_that_differs_in_history() -> None:
 def test_tools_that_move_are_a_rewrite() -> None:
     of = renderer(LAST_USER, [TOOL])
     moved = step(of, said("ok"), [USER], "<|im_end|>")
-    assert moved.rewrites == "an earlier part of the conversation is rendered differently"
+    check_message(moved.rewrites)
 
 
 def test_a_template_that_depends_on_everything_is_rendered_in_full(caplog: pytest.LogCaptureFixture) -> None:

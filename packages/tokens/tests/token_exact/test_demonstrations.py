@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.engine import Sampled
@@ -186,7 +187,7 @@ def test_a_reply_that_a_rollout_would_read_differently_is_refused(parser: Any) -
     ],
 )
 def test_what_is_no_reply_is_one_clear_error(fields: dict[str, JSON]) -> None:
-    with pytest.raises(ConfigError, match="not in the format"):
+    with raises(ConfigError):
         demonstration_rows(formatted(CHATML), [USER, {**calling(1), **fields}, result(1)], [TOOL])
 
 

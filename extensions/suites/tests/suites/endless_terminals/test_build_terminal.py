@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 
 
@@ -45,7 +46,7 @@ def test_a_wrong_option_gives_one_message(
 
 def test_an_output_file_in_an_absent_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(tmp_path / "absent" / "tasks.jsonl") == 2
-    assert "there is no folder" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "folder")
 
 
 @pytest.mark.parametrize(

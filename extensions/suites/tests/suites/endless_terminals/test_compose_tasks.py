@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_suites.endless_terminals.compose_tasks import AREAS, FAMILIES, HIGHEST_LEVEL, TaskSelection, generate
 from palaestra_suites.endless_terminals.generated_task import GeneratedTask, from_row, read_tasks, to_line
@@ -118,7 +119,7 @@ def test_rows_go_to_a_file_and_back_and_a_bad_row_hides_no_other(tmp_path) -> No
     problems = [str(problem) for problem in read if isinstance(problem, TaskError)]
     assert [problem[:5] for problem in problems] == ["row 2", "row 3", "row 4", "row 5"]
     assert "terminal-task/9" in problems[2]
-    with pytest.raises(ConfigError, match="there is no data set"):
+    with raises(ConfigError):
         list(read_tasks(str(tmp_path / "absent.jsonl")))
 
 

@@ -209,13 +209,13 @@ def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     with caplog.at_level(logging.WARNING):
         assert main(argv) == 3
     assert "left out: row 2: no column 'question'" in caplog.text
-    assert "one: another task has this name" in caplog.text
+    assert "one: another task" in caplog.text
     assert "row 6: not JSON" in caplog.text
     (line,) = [json.loads(line) for line in Path("groups.jsonl").read_text().splitlines()]
     assert (line["task_id"], line["scores"]) == ("one", [1.0])
     journal = next(Path("runs").glob("*/*/journal.jsonl")).read_text()
-    assert "wrong: its reference solution does not pass test_task" in journal
-    assert "idle: its tests pass before any work is done" in journal
+    assert "wrong: its reference solution" in journal
+    assert "idle: its tests pass" in journal
 
 
 @pytest.mark.parametrize(

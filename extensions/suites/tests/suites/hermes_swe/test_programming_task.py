@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.envs.datasets import Row
 from palaestra_slots.core.errors import TaskError
 from palaestra_suites.hermes_swe.programming_task import make_suite, parse_row
@@ -23,7 +24,7 @@ def test_a_row_of_the_public_kind() -> None:
     task = parse_row(ROW, 1)
     assert task.id == "Python/0"
     assert task.solution == {"solution.py": 'def add(a, b):\n    """The sum."""\n    return a + b\n'}
-    assert task.prompt.endswith("Write `add` into the file solution.py of the working directory.")
+    check_message(task.prompt, "Write", "add", "solution.py")
     assert "check" not in task.prompt
     assert task.suite.names == ("test_task",)
     assert task.suite.text.startswith("from solution import add\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from image_registry import PROGRAM, Registry, layer, running_registry
 from palaestra.cli.main import main
 from palaestra_slots.core.errors import ImageError, TaskError
@@ -45,7 +46,7 @@ def test_the_command_pulls_lists_and_removes(
     assert json.loads(capsys.readouterr().out)["freed_bytes"] > 0
     assert not Path(layout).exists()
     assert main(["images", "pull", f"127.0.0.1:{registry.port}/team/missing", *store]) == 1
-    assert "is not in the registry" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "registry")
     assert main(["images", "pull", "Not/a Name", *store]) == 2
     assert main(["images", "pull", name, *store, "--auth", str(tmp_path / "missing.json")]) == 2
 
@@ -57,9 +58,9 @@ async def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> N
     built = ImageRecipe(tmp_path, tmp_path / "Dockerfile")
     builder, store = ImageBuilder(tmp_path / "roots", tool="no-such-tool"), tmp_path / "store"
     never = TaskImages(folder=store)
-    with pytest.raises(TaskError, match=rf"`palaestra images pull {name}`"):
+    with raises(TaskError, name):
         await TaskRoots(builder, {}, pulled=never).of("task", recipe)
-    with pytest.raises(ImageError, match=rf"`palaestra images pull {name}`"):
+    with raises(ImageError, name):
         await TaskRoots(builder, {}, base_image=FROM, pulled=never).of("task", built)
     roots = TaskRoots(builder, {}, pulled=TaskImages("missing", store))
     found = await roots.of("task", recipe)
@@ -76,7 +77,7 @@ async def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> N
     missing = replace(built, docker_image=f"127.0.0.1:{registry.port}/team/missing")
     with pytest.raises(TaskError, match="container tool"):  # it would build the Dockerfile
         await roots.of("task", missing)
-    with pytest.raises(ImageError, match="is not in the registry"):
+    with raises(ImageError):
         await roots.of("task", replace(missing, dockerfile=None))
     forced = TaskRoots(ImageBuilder(tmp_path / "roots", tool="no-such-tool", force=True), {}, pulled=never)
     with pytest.raises(TaskError, match="container tool"):
@@ -99,5 +100,5 @@ async def test_rows_run_in_pulled_images(registry: Registry, tmp_path: Path) -> 
     assert await RowImages({}, None, never).find(named) == found
     assert never.may_have(name)
     assert await RowImages({"one": str(given)}, None, missing).find(other) == str(given)
-    with pytest.raises(TaskError, match=r"one: .*is not in the registry"):
+    with raises(TaskError):
         await RowImages({}, None, missing).find(other)

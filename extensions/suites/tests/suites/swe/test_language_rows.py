@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Change, ExecutionResult
@@ -56,7 +57,7 @@ def test_the_language_of_a_row(columns: dict[str, JSON], language: str, parser: 
 
 
 def test_a_language_without_a_toolchain_is_refused_by_name() -> None:
-    with pytest.raises(TaskError, match="its tests are in haskell; rows run in python, javascript"):
+    with raises(TaskError, "haskell", "python", "javascript"):
         row(language="haskell")
 
 
@@ -89,7 +90,7 @@ def test_the_columns_of_swe_bench_pro() -> None:
 def test_rows_of_nemo_gym_are_unwrapped_and_those_of_r2e_gym_refused() -> None:
     metadata = {"instance_id": "o__n-1", "instance_dict": json.dumps(ROW)}
     assert parse_row({"responses_create_params": {"input": [], "metadata": metadata}}).repo == "o/n"
-    with pytest.raises(TaskError, match="R2E-Gym rows are not read: they have no diff"):
+    with raises(TaskError, "R2E-Gym"):
         parse_row({"repo_name": "sympy", "expected_output_json": "{}", "docker_image": "x"})
 
 
@@ -355,7 +356,7 @@ def test_a_toolchain_of_one_user_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     message = missing_programs(LANGUAGES["rust"], ["cargo"], "o__n-1")
-    assert f"missing program: cargo ({program} is of one user, whose directories slots do not contain)" in message
+    check_message(message, "cargo", program)
 
 
 def test_products_are_in_no_view_unless_the_repository_has_them() -> None:

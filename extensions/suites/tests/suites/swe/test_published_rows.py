@@ -339,7 +339,7 @@ def test_packages_for_the_tests_are_named_for_a_run_or_a_repository(
     del row["install"]
     without = ("--env.requirements=toolz", "--env.controls=false")
     (group,) = roll_out([row], "oracle", tmp_path / "without", installed_pytest, *without)
-    assert "its tests import tomli_w, which pip did not install" in group.error
+    assert "its tests import tomli_w" in group.error
     assert "repo_requirements" in group.error
     assert group.trajectories == []
     named = (*without, '--env.repo_requirements={"o/n": ["tomli-w"]}')

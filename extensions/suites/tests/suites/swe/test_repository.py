@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from palaestra_suites.swe.repository import RepositoryCache
 from palaestra_suites.swe.swe_row import SweRow, parse_row
@@ -140,7 +141,7 @@ async def test_a_rows_repository_cannot_stand_for_a_private_one(tmp_path: Path, 
     data.mkdir()
     prepare(data, source)
     cache = RepositoryCache(tmp_path / "cache")
-    with pytest.raises((PrepareError, TaskError), match=r"repository .*refers to files outside|does not appear to be"):
+    with raises((PrepareError, TaskError)):
         await cache.export_tree(row(git(source, "rev-parse", "HEAD"), repo_path=str(data / "repo")))
 
 

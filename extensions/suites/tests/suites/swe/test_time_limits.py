@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import PrepareError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import ExecutionResult
@@ -96,20 +97,16 @@ def test_a_bug_that_hangs_the_tests_does_not_refuse_the_row(columns: Mapping[str
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool) -> None:
     """With `narrow`, tests that a slow machine did not reach must not be left out."""
-    with pytest.raises(PrepareError, match=r"^out of time: raise --env.test_timeout_s; o__n-1; its tests did not end"):
+    with raises(PrepareError, "o__n-1"):
         check(before, HANGS, narrow=narrow)
 
 
 def test_the_message_for_names_of_another_command_tells_what_the_log_lists() -> None:
     before = TestRun({**dict.fromkeys(NAMES, Status.MISSING), "other": Status.PASSED, "more": Status.PASSED}, True)
-    with pytest.raises(
-        PrepareError, match=r"^not the row's command; o__n-1; the log lists 2 tests \(\w+, \w+\), none of the 3 that"
-    ):
+    with raises(PrepareError, "command", "o__n-1"):
         check(before, before)
     some = TestRun({**before.statuses, "double": Status.PASSED}, True)
-    with pytest.raises(
-        PrepareError, match=r"the log lists 3 tests \(\w+, \w+, double\), 1 of the 3 that .* --all-features"
-    ):
+    with raises(PrepareError, "double", "--all-features"):
         check(some, some)
 
 

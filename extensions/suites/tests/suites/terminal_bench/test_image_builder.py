@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ImageError, TaskError
 from palaestra_slots.images.dockerfile import ImageRecipe
 from palaestra_slots.images.image_builder import ImageBuilder, content_key, read_config
@@ -50,7 +51,7 @@ def test_tasks_are_built_once_and_run_in_slots(daemon: Docker, try_tasks: Try, t
     assert not lost, lost
     assert {name for name, line in lines.items() if line.finding is Finding.GOOD} == set(GOOD.split(","))
     assert "its image does not build with docker" in lines["does-not-build"].reason
-    assert "its image registry.invalid/nobody/nothing:1 cannot be pulled" in lines["only-an-image"].reason
+    assert "registry.invalid/nobody/nothing:1 cannot be pulled" in lines["only-an-image"].reason
     roots = sorted((tmp_path / "cache/roots").glob("*.tar"))
     assert len(roots) == len(GOOD.split(",")) - 1  # two of the tasks have the same build folder
     assert not list((tmp_path / "cache/roots").glob("*.partial"))
@@ -136,7 +137,7 @@ def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None
     assert (config.env, config.workdir, config.user) == ({"A": "b"}, "/app", "ada")
     assert read_config(tmp_path / "y.tar").workdir == "/"
     (tmp_path / "x.json").write_text('{"version": 2}')
-    with pytest.raises(ImageError, match="written by a newer version"):
+    with raises(ImageError):
         read_config(tmp_path / "x.tar")
     (tmp_path / "x.json").write_text("[")
     with pytest.raises(ImageError, match=r"x\.json"):
@@ -160,13 +161,12 @@ def test_without_a_builder_a_task_is_refused_with_the_reason(tmp_path: Path) -> 
         asyncio.run(ImageBuilder(tmp_path, tool="palaestra-no-such-tool").root(task.recipe))
     broken = shutil.which("false")
     assert broken is not None
-    with pytest.raises(TaskError, match="false does not answer"):
+    with raises(TaskError, "false"):
         asyncio.run(ImageBuilder(tmp_path, tool=broken).root(task.recipe))
     quiet = tmp_path / "docker"
     facts = "Client:\\n Version: 28.2.2\\n Context: default\\nServer:"
     quiet.write_text(f"#!/bin/sh\nprintf '{facts}\\n'; echo 'ERROR: Cannot connect to the Docker daemon' >&2; exit 1\n")
     quiet.chmod(0o755)
-    with pytest.raises(TaskError, match="docker does not answer: ERROR: Cannot connect") as caught:
+    with raises(TaskError, "docker", "ERROR", "connect", "--env.base_image host") as caught:
         asyncio.run(ImageBuilder(tmp_path, tool=str(quiet)).root(task.recipe))
-    assert "--env.base_image host" in str(caught.value)
     assert "Cannot connect" in str(caught.value)[:120], "not behind the facts that the tool prints"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import palaestra
+from golden_messages import raises
 from palaestra.envs.discovery import load_environment
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_suites.terminal_bench.named_tasks import Folders, _Named, named_folders
@@ -76,7 +77,7 @@ def test_a_folder_of_tasks_comes_before_a_registry(tmp_path: Path) -> None:
     registry(Path(), ("mini", "1.0", []))
     assert load_environment("harbor:mini", Path()).defaults()[0].dataset_name == str(Path("mini").resolve())
     assert load_environment(f"harbor:{HARBOR}", Path()).defaults()[0].dataset_name == str(HARBOR)
-    with pytest.raises(ConfigError, match="there is no folder of tasks '/nowhere/at/all'"):
+    with raises(ConfigError, "/nowhere/at/all"):
         load_environment("harbor:/nowhere/at/all", Path())
 
 
@@ -89,9 +90,9 @@ def test_the_version_is_chosen_as_harbor_does() -> None:
     registry(Path(), *rows, ("h", "2.0", []), ("h", "head", local))
     assert [name for name, *_ in found("d")] == ["a"]
     assert [name for name, *_ in found("h")] == ["a"]
-    with pytest.raises(ConfigError, match=r"the dataset d@1.9 of \S+ has no tasks"):
+    with raises(ConfigError):
         found("d@1.9")
-    with pytest.raises(ConfigError, match=r"the dataset d has no version '3'. Versions: 1.9, 1.10, beta"):
+    with raises(ConfigError, "beta"):
         found("d@3")
 
 
@@ -120,9 +121,7 @@ def test_what_harbor_has_downloaded_is_used(home: Path) -> None:
     for digest in ("a" * 64, "b" * 64):
         shutil.copytree(HARBOR / "partial", packages / digest)
     assert found("org/thing@sha256:" + "b" * 64) == [("thing", packages / ("b" * 64), False)]
-    with pytest.raises(
-        ConfigError, match="downloaded 2 versions of org/thing, choose one of them: harbor:org/thing@sha"
-    ):
+    with raises(ConfigError, "downloaded", "org/thing"):
         found("org/thing")
     shutil.rmtree(packages / ("a" * 64))
     assert found("org/thing") == [("thing", packages / ("b" * 64), False)]
@@ -141,14 +140,14 @@ def test_errors_name_the_places_that_were_searched(tmp_path: Path) -> None:
     registry(Path(), ("minimal", "1", []))
     with pytest.raises(ConfigError, match=r"its datasets: minimal\).*minimal.*harbor download mini`"):
         found("mini")
-    with pytest.raises(ConfigError, match=r"packages/org/mini, where Harbor keeps"):
+    with raises(ConfigError, "packages/org/mini"):
         found("org/mini")
-    with pytest.raises(ConfigError, match=r"the registry \S+ does not exist"):
+    with raises(ConfigError):
         found("mini", tmp_path / "none.json")
     Path("registry.json").write_text('{"datasets": []}')
-    with pytest.raises(ConfigError, match="is not a registry of Harbor"):
+    with raises(ConfigError):
         found("mini")
-    with pytest.raises(ConfigError, match=r"For a dataset of Harbor, write harbor:terminal-bench@2.0"):
+    with raises(ConfigError, "terminal-bench"):
         load_environment("terminal-bench@2.0", Path())
 
 

@@ -179,7 +179,7 @@ def test_the_tasks_own_health_check_holds_the_agent_back(
         assert done.reward == 1.0, done.error
     else:
         assert (done.reward, done.blame) == (None, Blame.TASK)
-        assert "the service main is not healthy after 0.4 s" in done.error
+        assert "main is not healthy after 0.4 s" in done.error
 
 
 def test_services_at_the_level_userns(installed_pytest: DependencyCache, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra import Session
 from palaestra_audit.cheats.proof import check_environment
 from palaestra_slots.core.errors import ConfigError, TaskError
@@ -280,7 +281,7 @@ def test_a_set_up_that_always_fails_is_the_tasks_fault(installed_pytest: Depende
     task = steps_of(tmp_path, PAID, PAID, solutions=["", ""], **SET_UP)
     (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(["true", "true"])).trajectories
     assert (rollout.reward, rollout.blame) == (None, Blame.TASK)
-    assert "setup.sh of step s1 failed" in rollout.error
+    check_message(rollout.error, "setup.sh", "failed")
 
 
 ENDINGS = {

@@ -93,7 +93,7 @@ def played(folder: Path, text: str, *flags: str) -> str:
 
 def test_a_zero_names_what_its_check_lacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = played(tmp_path, CLASS.replace("HOOK", ""))
-    assert "the check has no network; set --env.allow_network true" in shown
+    assert "set --env.allow_network true" in shown
     assert "no-such-linter --version` failed" in shown
     assert "the check's sandbox lacks it" in shown
     assert "`cat /data/answer.txt` failed: cat: /data/answer.txt: No such file or directory" in shown
@@ -107,7 +107,7 @@ def test_a_zero_names_what_its_check_lacked(tmp_path: Path, monkeypatch: pytest.
 def test_an_error_of_a_hook_names_what_its_check_lacked(tmp_path: Path) -> None:
     shown = played(tmp_path, CLASS.replace("HOOK", VERIFY))
     assert "RuntimeError: the check gave up" in shown
-    assert "the check has no network; set --env.allow_network true" in shown
+    assert "set --env.allow_network true" in shown
     assert "no-such-linter --version` failed" in shown
 
 
@@ -116,4 +116,4 @@ def test_a_zero_of_a_function_names_what_its_check_lacked(tmp_path: Path) -> Non
     assert "give the task network=NetworkPolicy(grade=Network.ON)" in shown
     assert "the agent did not leave the file, or the check shows the prepared version of it" in shown
     assert "`cat /data/other.txt` failed" in shown
-    assert "does not trust the host's certificate; add its authority to the task's image" in shown
+    assert "add its authority to the task's" in shown

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from golden_messages import raises
 from palaestra.agent.budget import Budget
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
@@ -147,7 +148,7 @@ def test_a_pool_mode_that_is_named_makes_the_terminal_backend_irrelevant() -> No
 
 
 def test_toolsets_come_from_one_place() -> None:
-    with pytest.raises(ConfigError, match="either enabled_toolsets or distribution"):
+    with raises(ConfigError, "enabled_toolsets"):
         HermesAgentEnvConfig(enabled_toolsets=["terminal"], distribution="science")
 
 
@@ -165,7 +166,7 @@ def test_a_limit_of_one_stage_leaves_the_others() -> None:
 def test_a_cost_needs_prices() -> None:
     with pytest.raises(ConfigError, match="max_cost needs prompt_price"):
         HermesAgentEnvConfig(max_cost=1.0)
-    with pytest.raises(ConfigError, match="both prompt_price and completion_price"):
+    with raises(ConfigError, "prompt_price", "completion_price"):
         HermesAgentEnvConfig(prompt_price=1.0)
 
 

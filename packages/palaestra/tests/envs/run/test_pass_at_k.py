@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.envs.run.evaluate import in_short
 from palaestra.envs.run.pass_at_k import figures, sample
 from palaestra.rollouts.observe.metrics import pass_at_k, pass_hat_k
@@ -82,7 +83,7 @@ def test_the_line_for_people_names_the_tasks_that_a_rate_leaves_out() -> None:
     assert "only" not in in_short(whole)
     # Of tasks that were chosen, the line says so, whether or not the number of all is known.
     assert "over 10 tasks chosen of 30" in in_short({**whole, "tasks_chosen": 1, "tasks_total": 30})
-    assert "over 10 tasks chosen of an unknown number" in in_short({**whole, "tasks_chosen": 1})
+    check_message(in_short({**whole, "tasks_chosen": 1}))
     assert "chosen" not in in_short({**whole, "tasks_chosen": 1, "tasks_total": 10})
 
 

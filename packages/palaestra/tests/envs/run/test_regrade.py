@@ -104,7 +104,7 @@ def test_the_command_lists_what_changed() -> None:
     Path("lines_env.py").write_text(AFTER)
     changed = CliRunner().invoke(cli, ["grade", "last"])
     assert changed.stdout.splitlines()[0] == "000000-t0/0: 0.25 -> 0.5"
-    assert "6 of 6 rollouts graded, 6 with a different reward" in changed.stderr
+    assert "6 of 6 rollouts graded, 6" in changed.stderr
     Path("lines_env.py").write_text(LENIENT.replace("WANTED", "1 / 0"))
     broken = CliRunner().invoke(cli, ["grade", str(run.path), "--json"])
     assert broken.exit_code == 1

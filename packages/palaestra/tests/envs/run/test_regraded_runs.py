@@ -206,7 +206,7 @@ def test_rollouts_of_tasks_that_are_gone_keep_their_score(here: Path) -> None:
     score_with(SECOND)
     done = CliRunner().invoke(cli, ["grade", "last", "--env.n", "2"])
     assert done.exit_code == 1
-    assert "2 of 4 rollouts graded, 1 with a different reward" in done.stderr
+    assert "2 of 4 rollouts graded, 1" in done.stderr
     assert "no longer has the task 't2'" in done.stderr
     assert [each.reward for each in palaestra.open_run(run).trajectories] == [1.0, 1.0, 0.0, 0.0]
     assert main(["grade", "last", "--env.n", "0"]) == 2

@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
             running.kill()
     assert "Traceback" not in rest
     assert "error:" not in rest, "the verdict is enough"
-    assert "the run is not finished; continue with palaestra resume runs/sleeper--oracle/" in rest
+    assert "palaestra resume runs/sleeper--oracle/" in rest
     assert [group["task_id"] for group in lines(scripts.groups_file(tmp_path))] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
     assert not commands(scripts.PAUSE)

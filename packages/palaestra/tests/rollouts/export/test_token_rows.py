@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import META, TWO_CALLS, one_segment, own_row, rollout, say, two_segments
 
+from golden_messages import check_message, raises
 from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
@@ -117,7 +118,7 @@ def arrays(row: dict[str, JSON]) -> tuple[list[int], list[float], list[int]]:
 @pytest.mark.parametrize(("fields", "has_shape"), [({}, False), ({"row": PLACEHOLDER}, True)])
 def test_tokens_that_nobody_sampled_are_refused(fields: dict[str, JSON], has_shape: bool) -> None:
     """Placeholders are only offered where there are some to export."""
-    with pytest.raises(ConfigError, match="000000-sky/0 has no sampled tokens") as error:
+    with raises(ConfigError, "000000-sky/0") as error:
         exported(rollout(0, TWO_CALLS, **fields))
     assert ("--placeholders" in str(error.value)) == has_shape
 
@@ -136,11 +137,11 @@ def test_placeholders_on_request_train_nothing() -> None:
     assert (row["prompt_ids"], row["completion_ids"], row["mask"], row["logprobs"]) == ([1, 2], [], [], None)
     assert (row["source"], row["policy_version"], row["versions"]) == ("placeholder", None, [])
     assert report.left_out == {"without tokens": 1}
-    assert "has placeholder tokens: nothing to train" in report.remarks
+    check_message(report.remarks, "placeholder")
 
 
 def test_an_export_of_placeholders_that_finds_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no rollout has tokens"):
+    with raises(ConfigError):
         exported(rollout(0, TWO_CALLS), rollout(1, TWO_CALLS), placeholders=True)
 
 

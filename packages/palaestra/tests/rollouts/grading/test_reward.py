@@ -2,6 +2,7 @@
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.rollouts.grading.reward import RewardRule, decide, how_to_see, parts
 from palaestra_slots.core.types import Label, Score
 
@@ -44,7 +45,7 @@ def test_a_difference_names_the_label_that_made_it():
 def test_the_check_decides_even_without_a_label():
     score = decide(Score(0.0, official=1.0))
     assert (score.reward, score.official) == (0.0, 1.0)
-    assert "because of the check itself: it gives both figures" in score.detail["difference"]
+    check_message(score.detail["difference"], "itself")
     assert decide(Score(0.0, official=1.0), RewardRule.OFFICIAL).reward == 1.0
 
 
@@ -59,7 +60,7 @@ def test_a_difference_names_the_setting_that_changes_it():
         "official 1, reward 0, because of tests_edited: tests/test_add.py; --env.reward guarded accepts it"
     )
     named = decide(Score(1.0, labels=[EDITED]), RewardRule.STRICT, {"tests_edited"}).detail["difference"]
-    assert named.endswith("guarded or a list --env.strict_labels without tests_edited accepts it")
+    check_message(named, "guarded", "--env.strict_labels", "tests_edited")
 
 
 REPLACED = Label("framework_changed", "changed unittest.mock.Mock.assert_called")
@@ -120,6 +121,4 @@ def test_deciding_again_changes_nothing(rule):
 
 def test_scratch_directories_that_a_sandbox_lost_are_no_programs():
     assert how_to_see(["/tmp", "/dev/shm", "/opt/app/x"]) == "--env.graded_paths /opt/app shows them"
-    assert how_to_see(["/tmp", "/dev/shm"]) == (
-        "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
-    )
+    check_message(how_to_see(["/tmp", "/dev/shm"]))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from golden_messages import raises
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.journal.journal import Journal, plain, read_journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording
@@ -127,7 +128,7 @@ def test_a_journal_that_lacks_lines_is_no_run_to_go_on_with(tmp_path: Path) -> N
     write(path, [0])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(line for line in lines if b'"event":"group"' not in line))
-    with pytest.raises(ConfigError, match=r"j.jsonl: lines are missing: .*'g0'"):
+    with raises(ConfigError):
         read_finished(path)
 
 

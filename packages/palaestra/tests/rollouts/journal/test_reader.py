@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from recorded import broken, sky, write_run
 
+from golden_messages import raises
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.records import Group
 from palaestra_slots.core.errors import ConfigError
@@ -61,7 +62,7 @@ def test_two_groups_with_one_number_are_damage(tmp_path: Path) -> None:
         write_run(tmp_path / name, group) / "journal.jsonl" for name, group in (("a", bare(0)), ("b", sky()))
     )
     first.write_bytes(first.read_bytes() + second.read_bytes())
-    with pytest.raises(ConfigError, match="groups '000000-t' and '000000-sky' have the number 0"):
+    with raises(ConfigError, "000000-t", "000000-sky"):
         Recording(first)
 
 
@@ -90,7 +91,7 @@ def test_what_is_no_run_folder_is_said_and_the_latest_run_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "env--m" / "20260801", broken())
-    with pytest.raises(ConfigError, match=r"no run folder nowhere.*The latest run found is runs/env--m/20260801"):
+    with raises(ConfigError, "runs/env", "--m", "/20260801"):
         open_recording(Path("nowhere"))
     with pytest.raises(ConfigError, match=r"has no journal\.jsonl.*20260801"):
         open_recording(Path("runs"))
@@ -99,7 +100,7 @@ def test_what_is_no_run_folder_is_said_and_the_latest_run_named(
 @pytest.mark.parametrize("content", [b"", b'{"event": "end", "reason": "done"}\n', b"PK\3\4 no text at all"])
 def test_a_file_that_is_no_journal_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match="does not start like a journal"):
+    with raises(ConfigError):
         open_recording(tmp_path)
 
 
@@ -114,12 +115,12 @@ def test_a_rollout_of_a_group_that_never_began_is_said_in_words(tmp_path: Path) 
     journal = write_run(tmp_path, sky()) / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(line for line in lines if b'"event":"group",' not in line))
-    with pytest.raises(ConfigError, match=r"line 2 is damaged: it is about group '000000-sky', which no earlier line"):
+    with raises(ConfigError, "000000-sky"):
         Recording(journal)
 
 
 def test_what_is_no_journal_is_not_called_a_damaged_one(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     path.write_text("tokens\nmasks\n")
-    with pytest.raises(ConfigError, match="does not start like a journal"):
+    with raises(ConfigError):
         Recording(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from golden_messages import check_message
 from palaestra import Group, Outcome, Trajectory
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra_slots import Blame
@@ -47,11 +48,9 @@ def test_a_cause_keeps_the_end_of_its_error() -> None:
     failures = Failures()
     failures.add(Group(group_id="g", number=0, task_id="t", error=error, blame=Blame.TASK))
     (cause,) = failures.causes()
-    assert cause.error.startswith("its tests do not pass: test_0")
-    assert cause.error.endswith("No module named 'attrs'")
+    check_message(cause.error, "test_0")
+    check_message(cause.error, "attrs")
 
 
 def test_a_cause_without_an_error_says_so() -> None:
-    assert Cause("unknown", "", "g/0", rollouts=1).line() == (
-        "1 rollout failed (unknown), first g/0: the record has no reason"
-    )
+    check_message(Cause("unknown", "", "g/0", rollouts=1).line(), "unknown", "first", "g/0")

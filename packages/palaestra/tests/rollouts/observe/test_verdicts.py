@@ -1,5 +1,6 @@
 """The lines about official verdicts in a run's summary and report."""
 
+from golden_messages import check_message
 from palaestra.rollouts.observe.verdicts import VerdictCounts, labels_line, official_words
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_slots.core.types import JSON, Outcome
@@ -33,7 +34,7 @@ def test_very_many_causes_are_counted() -> None:
     said = "official 1, reward 0, because of cause{}: x; y"
     shown = lines(*(group(number, 0.0, 1.0, difference=said.format(number)) for number in range(300)))
     assert len(shown) == 6
-    assert shown[-1] == "295 further rollouts with a reward other than the official verdict"
+    check_message(shown[-1], "295")
 
 
 def test_unseen_paths_count_only_for_work_without_reward_and_verdict() -> None:
@@ -41,9 +42,7 @@ def test_unseen_paths_count_only_for_work_without_reward_and_verdict() -> None:
     assert lines(group(0, 1.0, None, left_out=path), group(1, 0.0, 0.0, left_out=path)) == []
     assert lines(group(0, 0.0, None, left_out=["/root/.cache/b", "/var/lib/dpkg/status"])) == []
     (line,) = lines(group(0, 0.0, None, left_out=path))
-    assert line == (
-        "1 rollout scored 0 and changed paths that the check did not see: /opt/a; --env.graded_paths /opt shows them"
-    )
+    check_message(line, "rollout", "/opt/a", "--env.graded_paths", "/opt")
 
 
 def test_names() -> None:

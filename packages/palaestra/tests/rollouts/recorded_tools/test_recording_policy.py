@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra.rollouts.journal.reader import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recording_file import Reader
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
@@ -181,7 +182,7 @@ def test_what_a_session_says_depends_on_the_calls_before_it(tmp_path: Path) -> N
     path = tmp_path / WORLD_NAME
     told = record(path, Outside(), "r/0")[0]
     assert replay(path, "new", calls=CALLS[3:5]) == [told[3:5]]
-    with pytest.raises(ToolUnavailable, match="after the calls before it"):
+    with raises(ToolUnavailable):
         replay(path, "new", calls=(("click", "y"),))
     assert "not available" in str(replay(path, "new", calls=(("open", "x"), ("open", "x")), strict=False)[0][1])
 
@@ -215,7 +216,7 @@ def test_what_a_recording_lacks_is_an_error_for_the_model_or_the_end(tmp_path: P
     path = tmp_path / WORLD_NAME
     record(path, Outside(), "r/0")
     ((reply,),) = replay(path, "r/0", calls=(("search", "never asked"),), strict=False)
-    assert reply["error"].startswith("search is not available")
+    check_message(reply["error"])
     with pytest.raises(ToolUnavailable, match=r"r/0") as caught:
         replay(path, "r/0", calls=(("search", "never asked"),))
     assert caught.value.blame is Blame.TOOL

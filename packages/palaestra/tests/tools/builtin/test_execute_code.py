@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools.builtin.execute_code import FOLDER, MAX_CALLS
 from palaestra.tools.decorator import tool
 from palaestra.tools.inner_calls import InnerCalls
@@ -91,7 +92,7 @@ def test_the_printed_program(at_desk: AtDesk) -> None:
 def test_the_number_of_calls_is_limited(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         reply = await run(desk, "from palaestra_tools import todo\nwhile True:\n    todo()\n")
-        assert f"RuntimeError: a program may make at most {MAX_CALLS} calls" in reply["output"]
+        assert f"a program may make at most {MAX_CALLS} calls" in reply["output"]
         assert (reply["exit_code"], reply["tool_calls_made"]) == (1, MAX_CALLS)
 
     at_desk(scenario)
@@ -131,7 +132,7 @@ def test_long_requests_and_replies_and_printed_floods_go_through(at_desk: AtDesk
         assert shorter["output_total_chars"] == 9_000 * 21
         assert len(await desk.slot.read_bytes(shorter["full_output_path"])) == 9_000 * 21
         refused = await run(desk, "from palaestra_tools import todo\ntodo('x' * 9_000_000)")
-        assert "RuntimeError: the arguments of a call may have" in refused["output"]
+        assert "RuntimeError: the arguments of a call" in refused["output"]
 
     at_desk(scenario)
 
@@ -206,7 +207,7 @@ def test_a_program_that_kills_what_carries_its_calls_is_ended_with_it(at_desk: A
         )
         reply = await run(desk, code)
         assert reply["exit_code"] == 137
-        assert "together with its call channel" in reply["error"]
+        check_message(reply["error"])
         assert await desk.slot.processes() == []
 
     at_desk(scenario)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from golden_messages import check_message
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Rung
 
@@ -294,7 +295,7 @@ def test_a_pattern_that_takes_too_long_in_one_file_finds_all_or_says_so(at_desk:
         await desk.slot.write_text("s/b.txt", "aaa\n" + "a" * 60 + "b\naaa\n")
         reply = await desk.call("search_files", pattern="(a+)+$", path="s", output_mode="count")
         if "error" in reply:  # grep; ripgrep needs no more steps there than anywhere
-            assert reply["error"].startswith("The pattern takes too many steps in s/b.txt")
+            check_message(reply["error"], "s/b.txt")
         else:
             assert reply["counts"] == {"s/a.txt": 1, "s/b.txt": 2, "s/c.txt": 1}
 

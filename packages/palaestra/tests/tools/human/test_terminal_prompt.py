@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.human.terminal_prompt import TerminalPerson
 from palaestra_slots.core.errors import ConfigError
@@ -187,13 +188,13 @@ async def test_a_terminal_that_is_hung_up_says_no() -> None:
 
 
 def test_without_a_terminal_nobody_can_be_asked() -> None:
-    with pytest.raises(ConfigError, match=r"nobody to ask: /dev/null is not a terminal \(Inappropriate ioctl"):
+    with raises(ConfigError, "/dev/null", "Inappropriate", "ioctl"):
         TerminalPerson("/dev/null")
     code = "from palaestra.tools.human.terminal_prompt import TerminalPerson; TerminalPerson()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, start_new_session=True
     )
-    assert "nobody to ask: /dev/tty is not a terminal (No such device or address)" in done.stderr
+    check_message(done.stderr, "/dev/tty", "address")
 
 
 SCRIPT = """

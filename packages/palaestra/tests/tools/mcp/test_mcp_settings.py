@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names, configured, hand_over, read_servers
 from palaestra.tools.mcp.mcp_server import tool_names
 from palaestra.tools.mcp.run_servers import MCPServers
@@ -26,7 +27,7 @@ def test_names_are_what_model_servers_take_and_differ() -> None:
 def test_keys_that_only_other_clients_read_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     written = {"command": "a", "alwaysAllow": ["x"], "autoApprove": [], "icon": "i.png", "_comment": "mine"}
     assert configured({"a": written})["a"].command == "a"
-    assert "alwaysAllow, autoApprove, icon, _comment has no effect here" in caplog.text
+    check_message(caplog.text, "alwaysAllow", "autoApprove", "icon")
     with pytest.raises(ConfigError, match="envFile"):  # this one could change what the server does
         configured({"a": {**written, "envFile": ".env"}})
 
@@ -50,7 +51,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, JSON], proble
 
 def test_variables_are_replaced_when_they_are_used_and_recorded_by_name() -> None:
     config = MCPServerConfig(url="http://${HOST:-localhost}/", headers={"Authorization": "Bearer ${T}", "Key": "plain"})
-    with pytest.raises(ConfigError, match=r"MCP server 'a': \$\{T\} is not set"):
+    with raises(ConfigError):
         hand_over({}, {"a": config})
     hand_over({}, {"off": config.model_copy(update={"enabled": False})})
     config.take_variables({"T": "secret", "U": "other"})
@@ -63,7 +64,7 @@ def test_variables_are_replaced_when_they_are_used_and_recorded_by_name() -> Non
 
 
 def test_a_value_that_nobody_handed_over_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"\$\{T\} has no value here"):
+    with raises(ConfigError):
         MCPServerConfig(command="a", env={"X": "${T}"}).resolved()
 
 
@@ -75,7 +76,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
     path.write_text("web: {url: http://x}")
     assert list(read_servers(path)) == ["web"]
     path.write_text("- a")
-    with pytest.raises(ConfigError, match="expected servers by name"):
+    with raises(ConfigError):
         read_servers(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_servers(tmp_path / "none")
@@ -94,5 +95,5 @@ def test_servers_that_nobody_will_have_are_left_out() -> None:
     a, b = MCPServerConfig(command="a"), MCPServerConfig(command="b", enabled=False)
     assert MCPServers({"a": a, "b": b}).toolsets() == ["mcp-a"]
     assert MCPServers({"a": a}, without=["mcp-a"]).toolsets() == []
-    with pytest.raises(ConfigError, match="cannot be a server's name"):
+    with raises(ConfigError):
         checked_names({"a b": a})

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy, PrivateAddress
 from palaestra.tools.settings import ToolSettings
 from palaestra_slots.core.errors import ConfigError
@@ -49,14 +50,14 @@ def test_localhost_is_reached_by_its_name_where_that_is_listed() -> None:
 def test_only_listed_hosts_are_allowed_and_blocked_ones_never() -> None:
     reach = HostPolicy(["*.example.org:443"], ["bad.example.org:*", "93.184.0.0/16:*"])
     assert reach.refusal("good.example.org", 443) is None
-    assert "not on the list of allowed" in (reach.refusal("good.example.org", 80) or "")
+    check_message(reach.refusal("good.example.org", 80) or "", "allowed")
     assert "blocked" in (reach.refusal("bad.example.org", 443) or "")
-    assert "not on the list of allowed" in (reach.refusal("93.1.2.3", 443) or "")
+    check_message(reach.refusal("93.1.2.3", 443) or "", "allowed")
     assert "blocked" in (reach.address_refusal("good.example.org", 443, ipaddress.ip_address("93.184.216.34")) or "")
 
 
 def test_an_entry_without_meaning_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="is not a host or address"):
+    with raises(ConfigError):
         ToolSettings(browser_allow=["exa mple.org"])
 
 

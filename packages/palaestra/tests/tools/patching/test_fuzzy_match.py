@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from golden_messages import raises
 from palaestra.tools.patching.fuzzy_match import STRATEGIES, Ambiguous, NoMatch, replace
 from palaestra_slots.core.types import JSON
 
@@ -149,7 +150,7 @@ def test_new_lines_take_over_tabs_at_every_depth() -> None:
 
 
 def test_two_places_are_refused_with_their_lines() -> None:
-    with pytest.raises(Ambiguous, match=r"2 times \(at lines 1, 3"):
+    with raises(Ambiguous):
         replace("a = 1\nb\na = 1\n", "a = 1", "a = 2")
 
 
@@ -164,7 +165,7 @@ def test_two_places_are_refused_with_their_lines() -> None:
     ],
 )
 def test_places_that_overlap_are_two(text: str, old: str, new: str) -> None:
-    with pytest.raises(Ambiguous, match=r"2 times \(at lines 1, 2"):
+    with raises(Ambiguous):
         replace(text, old, new)
     assert replace(text, old, new, replace_all=True).count == 1
 
@@ -175,7 +176,7 @@ def test_lines_of_the_right_depth_are_found_behind_such_of_another() -> None:
 
 
 def test_of_very_many_places_ten_are_named() -> None:
-    with pytest.raises(Ambiguous, match=r"more than 10 times \(at lines 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, …"):
+    with raises(Ambiguous, "10"):
         replace("e e\n" * 1000, "e", "x")
 
 

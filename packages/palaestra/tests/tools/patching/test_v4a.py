@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from golden_messages import check_message
 from palaestra.tools.patching.v4a import PatchError, apply_patch, parse_patch
 
 CODE = "import os\n\nclass A:\n    def run(self):\n        return 1\n\nclass B:\n    def run(self):\n        return 1\n"
@@ -109,7 +110,7 @@ def test_in_a_file_of_mixed_line_ends_new_lines_end_as_those_around_them() -> No
 def test_several_changes_of_a_file_are_found_one_below_the_other() -> None:
     results = applied("*** Update File: f", "-one", "+1", "@@ two", "-x", "+y", f="one\nx\ntwo\nx\n")
     assert results["f"] == "1\nx\ntwo\ny\n"
-    assert "not in the file" in refusal("*** Update File: f", "-two", "+2", "@@", "-one", "+1", f="one\ntwo\n")
+    check_message(refusal("*** Update File: f", "-two", "+2", "@@", "-one", "+1", f="one\ntwo\n"), "file")
 
 
 def test_unified_diff_ranges_after_at_signs_are_ignored() -> None:
@@ -145,7 +146,7 @@ def test_files_must_be_as_the_patch_expects() -> None:
     assert "already exists" in refusal("*** Add File: f", "+x", f="")
     assert "does not exist" in refusal("*** Delete File: f")
     assert "already exists" in refusal("*** Move File: f -> g", f="", g="")
-    assert "not in the file" in refusal("*** Update File: f", "-z", "+y", f="a\n")
+    check_message(refusal("*** Update File: f", "-z", "+y", f="a\n"), "file")
     assert "@@ line 'q'" in refusal("*** Update File: f", "@@ q", "-a", "+y", f="a\n")
 
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from golden_messages import raises
 from palaestra.tools.registry.distributions import (
     DISTRIBUTIONS,
     get_distribution,
@@ -66,7 +67,7 @@ def test_an_empty_draw_becomes_the_likeliest_toolset() -> None:
 
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown distribution 'terminal_task'\. Did you mean terminal_tasks\?"):
+    with raises(ConfigError, "terminal_task", "terminal_tasks"):
         sample_toolsets_from_distribution("terminal_task")
     assert not validate_distribution("terminal_task")
     assert validate_distribution("terminal_tasks")

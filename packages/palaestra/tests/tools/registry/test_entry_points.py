@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra import tool
 from palaestra.tools.registry.build import GROUP, Installed, build_tool_registry, load
 from palaestra_slots.core.errors import ConfigError
@@ -95,7 +96,7 @@ def test_a_package_that_cannot_be_loaded_breaks_only_itself(value: str, why: str
     asked = build_tool_registry(["todo", "weather"], installed=others)
     assert asked.list_tools() == ["todo"]
     assert why in asked.missing["weather"]
-    with pytest.raises(ConfigError, match="could not be loaded"):
+    with raises(ConfigError):
         build_tool_registry(["todo", "weather"], installed=others, strict=True)
 
 
@@ -111,7 +112,7 @@ def test_a_tool_with_a_name_of_ours_takes_nothing_over() -> None:
     assert registry.get("todo") is ours
     assert registry.missing == {"mine": "mine 1.0 provides the tool 'todo', which already exists"}
     web = build_tool_registry(["web"], installed=[Installed("web", "mine 1.0", (tool(name="surf")(todo),))])
-    assert web.missing["web"] == "mine 1.0 provides the toolset 'web', which already exists"
+    check_message(web.missing["web"], "mine", "1.0", "web")
     assert "surf" not in web.list_tools()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import IsolationUnavailable, SandboxError, StaleLease
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
@@ -478,7 +479,7 @@ def test_a_snapshot_on_disk_that_cannot_be_copied_is_a_failure_of_the_sandbox(
         (tmp_path / "0/root" / "/".join("d" * 500)).mkdir(parents=True)
         loaded = await backend.load(str(tmp_path), SlotSpec())
         kept = (await slot.requests.call("stats", {})).fields["layers"]
-        with pytest.raises(SandboxError, match=r"snapshot on disk cannot be shown: copying it failed: .* nested"):
+        with raises(SandboxError):
             await backend.view(loaded, View(without=("/workspace/f",)))
         assert (await slot.requests.call("stats", {})).fields["layers"] == kept
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import SlotLost, StaleLease
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Rung, Slot, SlotSpec
@@ -106,7 +107,7 @@ def test_programs_that_cannot_run_end_as_in_a_shell(on_each_rung: WithSlot) -> N
         await slot.write_text("script", "#!/bin/sh\n")
         assert (await slot.execute(["./script"])).exit_code == 126
         assert (await slot.execute(["/workspace"])).exit_code == 126
-        with pytest.raises(FileNotFoundError, match="cannot start a command"):
+        with raises(FileNotFoundError):
             await slot.execute("true", cwd="/no/such")
         with pytest.raises(NotADirectoryError):
             await slot.execute("true", cwd="/workspace/script")

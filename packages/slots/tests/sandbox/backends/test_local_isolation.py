@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.core.types import Limits, Network
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -226,7 +227,7 @@ async def test_what_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path
     async with LocalBackend() as backend:
         with pytest.raises(ConfigError, match="missing"):
             await backend.create(SlotSpec(image=str(tmp_path / "missing")), "x")
-        with pytest.raises(ConfigError, match="not a directory on this machine"):
+        with raises(ConfigError):
             await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "missing"), "/opt/x"),)), "x")
         with pytest.raises(ConfigError, match="absolute"):
             await backend.create(SlotSpec(mounts=(Mount(str(tmp_path), "opt"),)), "x")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import IsolationUnavailable, SandboxError, SlotEnded, SlotLost
 from palaestra_slots.core.types import Limits
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -203,7 +204,7 @@ async def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still
         limits = Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)
         slot = await backend.create(SlotSpec(limits=limits), "greedy")
         await slot.execute("echo kept > answer.txt")
-        with pytest.raises(SlotEnded, match="used up its memory"):
+        with raises(SlotEnded):
             await repeat(slot, FILL)
         with pytest.raises(SlotEnded):
             await slot.read_text("answer.txt")
@@ -295,5 +296,5 @@ async def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_it
         with pytest.raises(SlotLost) as lost:
             await repeat(slot, "sleep 5; : {0}")
         assert not isinstance(lost.value, SlotEnded)
-        with pytest.raises(SlotLost, match="died before it was sealed"):
+        with raises(SlotLost):
             await backend.seal(slot)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import SlotLost, StaleLease
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Process, Slot, SlotSpec, TerminalSize
@@ -204,7 +205,7 @@ def test_what_cannot_be_started_is_told_at_once(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         with pytest.raises(FileNotFoundError, match="not found"):
             await slot.spawn(["no-such-program"])
-        with pytest.raises(FileNotFoundError, match="cannot start a command"):
+        with raises(FileNotFoundError):
             await slot.spawn("true", cwd="/no/such")
         await slot.write_text("script", "#!/bin/sh\n")
         with pytest.raises(PermissionError):

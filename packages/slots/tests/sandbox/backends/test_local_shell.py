@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import SlotLost, StaleLease, TaskError
 from palaestra_slots.core.types import Limits
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -48,7 +49,7 @@ def test_a_slot_of_too_few_open_files_for_a_shell_says_so(on_each_rung: WithSlot
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await backend.destroy(slot)  # a rung may have one at a time
         few = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES - 1)), "few")
-        with pytest.raises(TaskError, match=f"may have {SHELL_FILES - 1} open files, but a stateful shell needs"):
+        with raises(TaskError, SHELL_FILES - 1):
             await few.shell()
         await backend.destroy(few)
         enough = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES)), "enough")

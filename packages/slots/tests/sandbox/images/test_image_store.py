@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ImageError
 from palaestra_slots.sandbox.images.image_store import ImageStore
 from palaestra_slots.sandbox.server_backend import environment
@@ -293,7 +294,7 @@ def test_layers_of_zstd_are_unpacked(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="larger than"):
         directory(tmp_path / "store", layout(tmp_path / "bomb", [bomb]), max_image_bytes=4 << 20)
     window = b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(600)  # a window of 2 GiB
-    with pytest.raises(ImageError, match="zstd data is damaged"):
+    with raises(ImageError):
         directory(tmp_path / "store", layout(tmp_path / "window", [window]))
 
 

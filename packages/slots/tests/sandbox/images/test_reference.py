@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError, ImageError, TaskError
 from palaestra_slots.images.dockerfile import ImageRecipe
 from palaestra_slots.images.image_builder import ImageBuilder
@@ -60,25 +61,24 @@ def test_names_and_paths_are_images(image: str) -> None:
 
 @pytest.mark.parametrize("image", BAD)
 def test_other_texts_are_not_images(image: str) -> None:
-    with pytest.raises(ImageError, match="is not an image: give a name") as caught:
+    with raises(ImageError, repr(image[:200])):
         SlotSpec(image=image)
-    assert repr(image[:200]) in str(caught.value)
 
 
 @pytest.mark.parametrize("image", ["--privileged", "python -v/:/host"])
 def test_a_container_tool_gets_no_option_as_its_image(image: str, tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="is not an image"):
+    with raises(ImageError):
         DockerBackend().command(PlaceSpec(image=image), ["python3"])
-    with pytest.raises(ImageError, match="is not an image"):
+    with raises(ImageError):
         asyncio.run(docker_image_exists(image))
-    with pytest.raises(ImageError, match="is not an image"):
+    with raises(ImageError):
         asyncio.run(build_docker_image(tmp_path, image))
-    with pytest.raises(TaskError, match="is not the name of an image"):
+    with raises(TaskError):
         asyncio.run(ImageBuilder(tmp_path, tool="true").root(ImageRecipe(tmp_path, None, image)))
 
 
 def test_apptainer_gets_no_option_as_its_image() -> None:
-    with pytest.raises(ConfigError, match="would be an option"):
+    with raises(ConfigError):
         SingularityBackend("--bind=/:/host").command(PlaceSpec(image="--bind=/:/host"), ["python3"])
 
 
@@ -90,17 +90,17 @@ def test_apptainer_takes_no_name_of_a_task_for_a_file() -> None:
 
 def test_a_folder_whose_name_would_be_read_as_two_mounts_is_refused() -> None:
     strange = PlaceSpec(image="python:3.13", mounts=(Mount("/srv/a:/etc", "/opt/a"),))
-    with pytest.raises(ConfigError, match="the folder /srv/a:/etc cannot be mounted"):
+    with raises(ConfigError, "/srv/a", "/etc"):
         DockerBackend().command(strange, ["python3"])
     several = PlaceSpec(image="python:3.13", mounts=(Mount("/srv/a,/etc", "/opt/a"),))
-    with pytest.raises(ConfigError, match="the folder /srv/a,/etc cannot be mounted"):
+    with raises(ConfigError, "/srv/a", "/etc"):
         SingularityBackend("python.sif").command(several, ["python3"])
     assert "/srv/a,/etc:/opt/a:ro" in DockerBackend().command(several, ["python3"])
 
 
 @pytest.mark.parametrize("pair", [("", "x"), ("A=B", "x"), ("A\0", "x"), ("A", "x\0y")])
 def test_variables_that_no_process_can_have_are_refused(pair: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="cannot be an environment variable"):
+    with raises(ConfigError):
         SlotSpec(env=(pair,))
 
 
@@ -137,5 +137,5 @@ def test_names_have_the_defaults_of_docker(text: str, full: str) -> None:
      f"a/{'b' * 256}", "oras://ghcr.io/a/b", "name:" + "t" * 129],
 )  # fmt: skip
 def test_other_texts_name_no_image_of_a_registry(text: str) -> None:
-    with pytest.raises(ImageError, match="not the name of an image in a registry"):
+    with raises(ImageError):
         image_name(text)

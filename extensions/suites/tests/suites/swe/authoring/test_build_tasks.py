@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from golden_messages import raises
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from palaestra_suites.swe.authoring import layout
 from palaestra_suites.swe.authoring.build_tasks import BuildOptions, build, pick
@@ -137,9 +138,9 @@ async def test_an_index_that_is_not_there_is_one_clear_error(tmp_path: Path) -> 
 
 
 def test_an_archive_that_leaves_its_directory_is_refused() -> None:
-    with pytest.raises(PrepareError, match="not a safe source archive"):
+    with raises(PrepareError):
         read_sdist(sdist({"../../../etc/passwd": "x"}), "evil")
-    with pytest.raises(PrepareError, match="not a safe source archive"):
+    with raises(PrepareError):
         read_sdist(ARCHIVE[:100], "torn")
 
 

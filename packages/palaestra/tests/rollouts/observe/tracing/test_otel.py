@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from toy import add
 
+from golden_messages import check_message
 from palaestra.tools.runtime.runtime import CheckedCall
 from palaestra.tools.tool import FunctionTool, ToolOutcome, ToolRun, ToolSchema
 
@@ -254,7 +255,7 @@ async def test_a_collector_that_refuses_is_one_warning_and_the_run_goes_on(
             await runner.cleanup()
 
     (note,) = await main()
-    assert note.startswith(f"WARNING: spans cannot be sent to http://127.0.0.1:{unused_tcp_port}/spans")
+    check_message(note, "WARNING", "//127.0.0.1", unused_tcp_port, "/spans")
 
 
 def test_the_path_of_the_protocol_is_added_where_there_is_none() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.rollouts.observe.trackers.subprocess_tracker import MOST_WAITING, ChildTracker, start_tracker
 from palaestra.rollouts.observe.trackers.tracker import RunLabel
 from palaestra_slots.core.extras import install_command
@@ -111,14 +112,14 @@ async def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Pa
     notes: Notes = []
     assert await start_tracker("no_such_tracker", label(tmp_path), notes.append) is None
     (note,) = notes
-    assert f"no_such_tracker was requested but is not installed ({install_command('no_such_tracker')})" in note
+    check_message(note, "no_such_tracker", install_command("no_such_tracker"))
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_tracker_that_cannot_be_started_is_said(tmp_path: Path) -> None:
     notes: Notes = []
     assert await start_tracker("json", label(tmp_path / "gone"), notes.append) is None
-    assert "json cannot be started" in notes[0]
+    check_message(notes[0], "json")
 
 
 async def test_a_folder_that_a_service_left_is_not_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +159,8 @@ def test_a_child_that_fails_is_said_once_and_never_raised(tmp_path: Path) -> Non
         assert len(notes) == 1
 
     (note,) = with_child(tmp_path, "raise SystemExit('the service is down')", use)
-    assert note.startswith("WARNING: tracker has ended: the service is down")
-    assert "metrics.jsonl has all metrics" in note
+    check_message(note, "WARNING", "tracker")
+    check_message(note, "metrics.jsonl")
 
 
 def test_a_failure_at_the_very_end_is_said_too(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_child_that_does_not_read_costs_no_memory_and_is_ended(tmp_path: Path)
         line = {"x" * 1_000: 1.0}
         for step in range(2 * MOST_WAITING // 1_000):
             tracker.log(step, line)
-        assert "does not keep up" in notes[0]
+        check_message(notes[0])
         assert tracker._pipe.transport.get_write_buffer_size() < MOST_WAITING + 2_000
 
     notes = with_child(tmp_path, "import signal; signal.pause()", use, grace_s=0.2)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from golden_messages import raises
 from image_registry import OCI, PROGRAM, Front, Registry, digest, front, index, layer, manifest, running_registry
 from palaestra_slots.core.errors import ImageError, PullError
 from palaestra_slots.core.retry import RetryPolicy
@@ -188,11 +189,11 @@ async def test_content_that_does_not_match_its_digest_is_refused(registry: Regis
             assert not (tmp_path / "partial" / digest(data)[7:]).exists() or body == data[:-1]
             assert PulledImages(tmp_path).images() == []
         at.answers = {f"/v2/lie/manifests/{digest(made)}": web.Response(body=made.replace(b"2", b"3"))}
-        with pytest.raises(PullError, match="not what was asked for"):
+        with raises(PullError):
             await pull.image(f"{at.host}/lie@{digest(made)}")
         header = {"Docker-Content-Digest": digest(b"other"), "Content-Type": f"{OCI}.manifest.v1+json"}
         at.answers = {"/v2/lie/manifests/latest": web.Response(body=made, headers=header)}
-        with pytest.raises(PullError, match="not what was asked for"):
+        with raises(PullError):
             await pull.image(f"{at.host}/lie")
         at.answers = {"/v2/lie/manifests/latest": web.Response(body=b" " * (4 * MIB + 1))}
         with pytest.raises(PullError, match="larger than 4 MiB"):
@@ -222,9 +223,9 @@ def test_a_registry_with_passwords(tmp_path: Path) -> None:
 
         with pytest.raises(PullError, match="docker login"):
             pull({"127.0.0.1": {"auth": base64.b64encode(b"reader:secret-pw").decode()}})  # another port
-        with pytest.raises(PullError, match="do not allow it"):
+        with raises(PullError):
             pull({host: {"auth": base64.b64encode(b"reader:wrong").decode()}})
-        with pytest.raises(PullError, match="'evil', which Palaestra does not run"):
+        with raises(PullError, "evil"):
             pull({host: {}}, credHelpers={host: "evil"})
         assert pull({f"http://{host}/v2/": {"auth": base64.b64encode(b"reader:secret-pw").decode()}}).bytes > 0
 
@@ -282,7 +283,7 @@ async def test_tokens_and_redirects(registry: Registry, tmp_path: Path) -> None:
             assert elsewhere.authorizations == [None]
             assert set(at.authorizations) == {None, "Bearer t0ken"}
             at.realm, asked[:] = "http://192.0.2.1/token", []
-            with pytest.raises(PullError, match="not an https address"):
+            with raises(PullError):
                 await pull.image(f"{at.host}/tokens")
             assert asked == []
     finally:
@@ -304,7 +305,7 @@ def test_only_this_machine_is_asked_over_http(tmp_path: Path) -> None:
 
     for plain in (False, True):
         pull = Pull(PulledImages(tmp_path), RegistryAccess(plain_http=plain, proxy=proxy), retry=RetryPolicy(1))
-        with pytest.raises(PullError, match=r"the connection to https?://registry\.example failed"):
+        with raises(PullError, "//registry.example"):
             asyncio.run(pull.image("registry.example:5000/name"))
     assert asked == [("https", "registry.example"), ("http", "registry.example")]
 
@@ -316,12 +317,12 @@ async def test_images_for_other_machines_and_failing_registries_are_named(regist
         registry.put("arm", blob)
     registry.tag("arm", "latest", manifest(arm, [data]))
     async with pulling(registry, tmp_path) as (at, pull):
-        with pytest.raises(ImageError, match="is for linux/s390x, and this machine is linux/"):
+        with raises(ImageError, "linux/s390x"):
             await pull.image(f"{at.host}/arm")
-        with pytest.raises(PullError, match="is not in the registry"):
+        with raises(PullError):
             await pull.image(f"{at.host}/missing")
         at.answers["/v2/arm/manifests/latest"] = web.Response(status=429, headers={"Retry-After": "9999"})
-        with pytest.raises(PullError, match="HTTP 429: it limits the pulls"):
+        with raises(PullError, "HTTP", "429"):
             await pull.image(f"{at.host}/arm")
         assert PulledImages(tmp_path).images() == []
 

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from golden_messages import raises
 from palaestra_slots.core.errors import AcquireTimeout, ConfigError, SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
@@ -105,7 +106,7 @@ def test_numbers_of_members() -> None:
 
 def test_a_level_without_namespaces_has_no_groups(slot_servers: SlotServers) -> None:
     async def body(backend: LocalBackend, _: Slot) -> None:
-        with pytest.raises(ConfigError, match="use the backend local at the level userns or full"):
+        with raises(ConfigError):
             await backend.create(member("a", 2), "a")
 
     slot_servers.run(body, Rung.CONFINED)
@@ -146,7 +147,7 @@ async def test_a_place_that_no_member_uses_is_lent() -> None:
         for _ in range(2):
             beside = await pool.add(first, None, SlotSpec(), "beside")
             assert await ask(beside, "198.19.0.3", "80") == ["OSError"], "it is not in the group's network"
-            with pytest.raises(AcquireTimeout, match="no place for another"):
+            with raises(AcquireTimeout):
                 await pool.add(first, None, SlotSpec(), "another")
             await pool.release(beside)
         await pool.seal(await pool.add(first, None, SlotSpec(), "sealed"))
