@@ -281,7 +281,7 @@ def test_a_client_that_hangs_up_takes_its_request_back(folder: Path) -> None:
 def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
     async def scenario(url: str) -> None:
         port = int(url.rpartition(":")[2])
-        with raises(ValueError):
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
             await ModelServer(Toy(folder, ["x"]), port=port).__aenter__()
 
     with_server(Toy(folder, ["x"]), scenario)
