@@ -132,6 +132,17 @@ def test_a_chat_streams_whole_answers(server: VLLMServer, tmp_path: Path, kind: 
         check_rows(chat_rows(tmp_path), most=MOST)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_a_reply_that_fills_the_window_ends_the_turn_with_its_cause(
+    server: VLLMServer, tmp_path: Path, kind: str
+) -> None:
+    endless = ("--env.extra_body", '{"ignore_eos": true}', "--toolsets", "--json")
+    printed = palaestra(tmp_path, "chat", "-p", "word " * 3900, *client(server, kind), *endless, code=1)
+    end = json.loads(printed.splitlines()[-1])
+    assert (end["outcome"], end["model_calls"], end["context_tokens"]) == ("length", 1, WINDOW)
+    assert end["error"].startswith(f"the reply filled the window of model {NAME}")
+
+
 @pytest.mark.slots
 def test_sixty_four_rollouts_at_once(server: VLLMServer, tmp_path: Path) -> None:
     words = ("--tasks", "16", "--group", "4", "--concurrency", "16", *ONE_CALL)
