@@ -14,8 +14,8 @@ The message is a list of lines:
 
 `reply`, if given, replaces these rules: it returns the assistant message for a conversation. `window` is the size of
 the context window: a longer request is refused with HTTP 400, in the words of `refuses` (openai, vllm, or silent, which
-does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. A reply that
-is longer than `max_tokens`, or than the rest of the window, is cut off. The list of models has the window if
+does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. A reply
+that is longer than `max_tokens`, or than the rest of the window, is cut off. The list of models has the window if
 `lists_window` is true. Unless the server `takes_images`, a request with images is refused.
 `delay_s` is the pause before each piece of a streamed reply. While `gate` is an event that is not set, a streamed reply
 waits after its first piece. `asked` lists the requests, and `refused` counts those that were too long.
