@@ -164,11 +164,14 @@ async def test_a_reply_that_fills_the_window_is_kept_and_the_next_message_is_ans
         assert end.context_tokens < WINDOW / 2
 
 
+class WindowedEngine(ToyEngine):
+    window_tokens = 2000
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_reply_of_exact_tokens_that_fills_the_window_is_kept(tmp_path: Path, kind: JSON) -> None:
     tokenizer = toy_tokenizer([])
-    engine = ToyEngine(tokenizer, chain(["on " * 3000], repeat("more")))
-    engine.window_tokens = 2000
+    engine = WindowedEngine(tokenizer, chain(["on " * 3000], repeat("more")))
     settings = ChatSettings(toolsets=(), system_prompt="Be brief.")
     async with TokenLoopback(engine, tokenizer, kind=kind) as server:
         config = APIServerConfig(base_url=server.url, model_name="toy", server_type=kind)
