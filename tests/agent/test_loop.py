@@ -283,8 +283,17 @@ def test_a_call_cut_off_by_length_is_malformed_and_ends_the_rollout() -> None:
     assert len(result.tool_errors) == 1
 
 
-def test_text_cut_off_by_length_is_not_a_natural_end() -> None:
-    assert run(make(reply("so I thi", "length"))[0]).outcome is Outcome.LENGTH
+@pytest.mark.parametrize("full", [None, 12], ids=["", "context full"])
+@pytest.mark.parametrize(
+    ("limit", "cause"), [(None, "window"), (100, "window"), (5, "its limit of 5 tokens"), (4, "its limit of 4 tokens")]
+)
+def test_text_cut_off_by_length_names_its_cause(limit: int | None, cause: str, full: int | None) -> None:
+    loop, _ = make(reply("so I thi", "length"), max_tokens=limit, max_context_tokens=full)
+    result = run(loop)
+    assert result.outcome is Outcome.LENGTH
+    assert result.error.startswith("the reply was cut off")
+    assert cause in result.error
+    assert ("window" in result.error) == (cause == "window")
 
 
 def test_whole_calls_in_a_cut_reply_still_run() -> None:

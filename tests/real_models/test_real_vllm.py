@@ -121,15 +121,26 @@ def test_doctor_sees_the_servers_own_settings(server: VLLMServer, tmp_path: Path
 @pytest.mark.parametrize("limit", [(), ("--env.max_token_length", "100000")], ids=["no limit", "above the window"])
 def test_a_chat_streams_whole_answers(server: VLLMServer, tmp_path: Path, kind: str, limit: tuple[str, ...]) -> None:
     """Without a limit, vLLM ends a reply after 16 tokens; it refuses a limit above its window."""
-    question = "Count from one to thirty in words, with commas."
+    question = "Write two sentences about the sea."  # the likeliest reply has an end, unlike that to many others
     words = (*client(server, kind), "--env.agent_temperature", "0", "--toolsets", "--json", *limit)
     events = [json.loads(line) for line in palaestra(tmp_path, "chat", "-p", question, *words).splitlines()]
     assert sum(event["type"] == "text" for event in events) > 1
     assert events[-1]["type"] == "end"
     assert events[-1]["outcome"] == "natural"
-    assert len(events[-1]["text"].split()) > 16
+    assert events[-1]["completion_tokens"] > 16
     if kind == "vllm":
         check_rows(chat_rows(tmp_path), most=MOST)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_a_reply_that_fills_the_window_ends_the_turn_with_its_cause(
+    server: VLLMServer, tmp_path: Path, kind: str
+) -> None:
+    endless = ("--env.extra_body", '{"ignore_eos": true}', "--toolsets", "--json")
+    printed = palaestra(tmp_path, "chat", "-p", "word " * 3900, *client(server, kind), *endless, code=1)
+    end = json.loads(printed.splitlines()[-1])
+    assert (end["outcome"], end["model_calls"], end["context_tokens"]) == ("length", 1, WINDOW)
+    assert end["error"].startswith(f"the reply filled the window of model {NAME}")
 
 
 @pytest.mark.slots

@@ -22,6 +22,7 @@ _VARIABLES = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCH_COMPILE_DISABLE": "1",  # or the first request with log-probabilities runs g++, also with --enforce-eager
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",

@@ -38,6 +38,8 @@ _TRIES = 3
 """The maximum number of compactions in a row that do not lead to a reply."""
 _NO_SUMMARY = "(There is no summary."
 """How the summary begins that stands for messages of which the model has written none."""
+_WINDOW_END_TOKENS = 16
+"""The number of tokens that servers may leave free at the end of the window."""
 _SHORT_TOKENS = 1000
 """The size below which a single turn is too short to compact."""
 
@@ -117,11 +119,24 @@ class ContextWindow:
             result = await loop.run(self._history.messages, after=result, settings=limits)
             overflow = loop.failure if isinstance(loop.failure, ContextExceeded) else None
             if overflow is None and not (result.outcome is Outcome.LENGTH and loop.context_full):
-                return result
+                return self._explained(result)
             tries = tries + 1 if result.turns_used == known else 1
             if overflow is not None and tries > _TRIES:
                 raise overflow
             compacts = await self._make_room(turn, result.usage, overflow)
+
+    def _explained(self, result: AgentResult) -> AgentResult:
+        """Name the window as the cause if it was the reply that filled it. The reply is not asked for again with a
+        shorter history: it has been shown, and the next turn continues it, before which the history is compacted."""
+        window = self.size
+        if result.outcome is Outcome.LENGTH and window is not None and self.tokens >= window - _WINDOW_END_TOKENS:
+            reply = result.turns[-1].completion_tokens
+            result.error = (
+                f"the reply filled the window of model {self._model.name}: {self.tokens - reply} tokens of the "
+                f"conversation and {reply} of the reply are all of its {window}. Send a message to continue, with a "
+                "summary of this"
+            )
+        return result
 
     async def _make_room(self, turn: StoredTurn, usage: Usage, overflow: ContextExceeded | None) -> bool:
         """Compact the history, in a running turn. Return False if it became no smaller although it must not.
@@ -173,8 +188,8 @@ class ContextWindow:
         return room if overflow is None else min(room, messages // 2)
 
     def _hopeless(self, overflow: ContextExceeded) -> ContextExceeded:
-        """Return the error for a conversation that cannot be compacted: its system prompt and tools, or its last
-        message, are too long."""
+        """Return the error for a conversation that cannot be compacted: its system prompt and tools, its last message,
+        or the model's latest tool calls with their results, are too long."""
         window, fixed = self.size, self._count.of(self._fixed())
         if window is None:
             return overflow
@@ -186,10 +201,16 @@ class ContextWindow:
                 "another model"
             )
         else:
-            message = self._count.of(self._history.messages) - fixed
+            messages = [each for each in self._history.messages if each.get("role") != "system"]
+            asked = max((n for n, each in enumerate(messages, 1) if each.get("role") == "user"), default=0)
+            message, answer = self._count.of(messages[:asked]), self._count.of(messages[asked:])
+            what, then = f"The message has about {message} tokens", "Send the message in parts, or as a file"
+            if answer > message:
+                what = f"The model's latest tool calls and their results have about {answer} tokens"
+                then = "Send a message to continue, with a summary of them"
             text = (
-                f"The message has about {message} tokens. The window of model {self._model.name} has {window}, of "
-                f"which {fixed} are the system prompt and the tools. Send the message in parts, or as a file"
+                f"{what}. The window of model {self._model.name} has {window}, of which {fixed} are the system prompt "
+                f"and the tools. {then}"
             )
         error = ContextExceeded(text)
         error.window_tokens = window

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from palaestra_chat.turn_events import Event, Notice, TurnEnded
 from palaestra_slots.core.errors import ContextExceeded, EngineError
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.token_engine import SGLangEngine, VLLMEngine
+from palaestra_tokens.testing import TokenLoopback, ToyEngine, toy_tokenizer
 from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
 
 WINDOW = 3000
@@ -129,6 +132,82 @@ async def test_outputs_larger_than_the_window_are_shortened_within_a_turn(tmp_pa
         again = Conversation.open(service, name)
         assert again.context.tokens == end.context_tokens
         assert (await said(again, "say more")).text == "more"
+
+
+def endless(messages: Sequence[Message]) -> dict[str, JSON]:
+    """Write without an end if asked to."""
+    last = str(messages[-1].get("content"))
+    return {"content": "and on " * WINDOW} if last.startswith("write") else summarizing(messages)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("known", ["listed", "setting", "unknown"])
+async def test_a_reply_that_fills_the_window_is_kept_and_the_next_message_is_answered(
+    tmp_path: Path, known: str, before: int
+) -> None:
+    server = EchoChatServer(window=WINDOW, lists_window=known == "listed", reply=endless)
+    settings = {"context_tokens": WINDOW} if known == "setting" else {}
+    async with server, chat(tmp_path, server, **settings) as service:
+        conversation = Conversation.begin(service)
+        for number in range(before):
+            await said(conversation, words(number))
+        asked = len(server.asked)
+        end = await said(conversation, "write a long story")
+        assert (end.outcome, end.model_calls, len(server.asked) - asked) == ("length", 1, 1)
+        assert end.text.startswith("and on and on")
+        assert end.text == conversation.history.messages[-1]["content"]
+        assert end.error.startswith(
+            "the reply was cut off after" if known == "unknown" else "the reply filled the window of model echo:"
+        )
+        end = await said(conversation, "say more")
+        assert (end.outcome, end.text) == ("natural", "more")
+        assert end.context_tokens < WINDOW / 2
+
+
+class WindowedEngine(ToyEngine):
+    window_tokens = 2000
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_reply_of_exact_tokens_that_fills_the_window_is_kept(tmp_path: Path, kind: JSON) -> None:
+    tokenizer = toy_tokenizer([])
+    engine = WindowedEngine(tokenizer, chain(["on " * 3000], repeat("more")))
+    settings = ChatSettings(toolsets=(), system_prompt="Be brief.")
+    async with TokenLoopback(engine, tokenizer, kind=kind) as server:
+        config = APIServerConfig(base_url=server.url, model_name="toy", server_type=kind)
+        make = VLLMEngine if kind == "vllm" else SGLangEngine
+        with ConversationStore(tmp_path / "c.sqlite") as store:
+            async with ChatService(make(config, tokenizer=tokenizer), store, settings) as service:
+                conversation = Conversation.begin(service)
+                end = await said(conversation, "write")
+                assert (end.outcome, end.text[:6]) == ("length", "on on ")
+                assert "the reply filled the window of model toy" in end.error
+                end = await said(conversation, "again")
+                assert (end.outcome, end.text) == ("natural", "more")
+
+
+async def test_a_limit_of_replies_that_ends_one_is_named_whatever_the_window_has_left(tmp_path: Path) -> None:
+    server = EchoChatServer(window=WINDOW, lists_window=True, reply=endless)
+    async with server, chat(tmp_path, server, max_tokens=WINDOW - 200) as service:
+        conversation = Conversation.begin(service)
+        end = await said(conversation, "write")
+        assert (end.outcome, end.error) == ("length", f"the reply was cut off at its limit of {WINDOW - 200} tokens")
+        assert (await said(conversation, "say more")).text == "more"
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_call_that_fills_the_window_is_not_blamed_on_the_message(tmp_path: Path, listed: bool) -> None:
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        call = f"call nothing {json.dumps({'text': 'x' * (4 * WINDOW - 300)})}"
+        return reply_to([{"role": "user", "content": call}]) if messages[-1]["content"] == "go" else reply_to(messages)
+
+    server = EchoChatServer(window=WINDOW, lists_window=listed, reply=reply)
+    async with server, chat(tmp_path, server) as service:
+        conversation = Conversation.begin(service)
+        end = await said(conversation, "go")
+        assert end.outcome == "api_error"
+        assert "The model's latest tool calls and their results have about" in end.error
+        assert (await said(conversation, "say more")).text == "more"
 
 
 async def test_a_message_larger_than_the_window_is_refused_with_its_size_and_the_next_one_is_answered(

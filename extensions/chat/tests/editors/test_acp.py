@@ -298,6 +298,22 @@ def test_a_file_that_is_no_image_is_named_and_refuses_no_message(tmp_path: Path)
     assert str(said).startswith("[a.pdf] (application/pdf")
 
 
+def test_an_editor_learns_that_the_reply_filled_the_window_and_the_next_message_is_answered(tmp_path: Path) -> None:
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+        reply = await agent.prompt(session_id=session, prompt=[acp.text_block("say on")])
+        assert reply.stop_reason == "max_tokens"
+        assert len(editor.text()) > 4000
+        thoughts = [each.content.text for each in editor.updates if each.session_update == "agent_thought_chunk"]
+        assert "the reply filled the window of model echo" in thoughts[-1]
+        assert (await agent.prompt(session_id=session, prompt=[acp.text_block("say more")])).stop_reason == "end_turn"
+
+    def endless(messages: Sequence[Message]) -> dict[str, JSON]:
+        return {"content": "on " * 9000} if messages[-1]["content"] == "say on" else reply_to(messages)
+
+    play(tmp_path, scene, "--toolsets", "todo", served=EchoChatServer(window=6000, lists_window=True, reply=endless))
+
+
 def test_an_editor_that_is_gone_leaves_what_it_was_told_in_its_log(tmp_path: Path) -> None:
     """The editor closes the connection while a session has unwritten changes, and answers nothing more."""
     project = tmp_path / "project"

@@ -212,6 +212,8 @@ class ChatAgent:
             full = isinstance(conversation.failure, ContextExceeded)
             advice = ". /undo removes the message, /compact replaces the history with a summary" if full else ""
             raise acp.RequestError.internal_error({"details": f"{ended.error or ended.outcome}{advice}"})
+        if ended.outcome not in (NATURAL, INTERRUPTED):  # the protocol's reason has no text
+            await session.explain(ended.error)
         return schema.PromptResponse(stop_reason=_STOPS[ended.outcome])  # type: ignore[arg-type]
 
     async def ext_method(self, method: str, params: dict[str, Any]) -> dict[str, Any]:

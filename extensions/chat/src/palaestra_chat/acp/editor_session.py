@@ -126,6 +126,10 @@ class EditorSession:
         """Show a text as the agent's answer."""
         await self._send(acp.update_agent_message_text(text))
 
+    async def explain(self, text: str) -> None:
+        """Show why the turn ended, as a notice, before the protocol's answer."""
+        await self._send(_notice(text))
+
     async def play(self, events: AsyncGenerator[Event, None]) -> TurnEnded:
         """Show a turn as it happens, and return its end."""
         ended = None
@@ -245,8 +249,7 @@ class EditorSession:
         return ApprovalAnswer.DENY if answer is None else _ANSWERS.get(answer, _ANSWERS["no"])[0]
 
     def _tell(self, text: str) -> None:
-        """Show the person a notice as a thought of the agent, because the protocol has no notices."""
-        self._send_later(acp.update_agent_thought_text(f"[{text}]\n"), text)
+        self._send_later(_notice(text), text)
 
     def _send_later(self, update: Any, text: str = "") -> None:
         """Send an update without waiting for it. If the editor is gone, its log gets the text."""
@@ -286,3 +289,8 @@ def _decoded(text: str) -> JSON:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _notice(text: str) -> Any:
+    """Return a notice for the person as a thought of the agent, because the protocol has no notices."""
+    return acp.update_agent_thought_text(f"[{text}]\n")

@@ -68,7 +68,8 @@ class AgentLoop:
     `tools` runs the calls. `definitions` are the OpenAI function schemas that the model sees, and `names` the tools
     that it may call; both default to those of `tools`. Calls of the `parallel_safe` tools may run concurrently, by
     default those of `tools`. `user` answers replies without tool calls. `failure` is the infrastructure failure that
-    ended the latest run, or None. `wall` is the clock of that run.
+    ended the latest run, or None. `context_full` is true if that run ended because the conversation had reached
+    `max_context_tokens`, and not because a reply was cut off. `wall` is the clock of the run.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class AgentLoop:
         self.definitions = registry.definitions() if definitions is None else definitions
         self.result = AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure: InfraError | None = None
+        self.context_full = False
         self.clock = clock or SystemClock()
         self.wall = WallClock(self.clock)
         self._calls = ToolCalls(
@@ -126,7 +128,7 @@ class AgentLoop:
         self.wall.start()
         self._context_tokens, self._unreported = 0, None
         self._output_bytes = 0
-        self.failure, self._delegated_turns = None, 0
+        self.failure, self.context_full, self._delegated_turns = None, False, 0
         try:
             result.outcome, result.error, result.blame = await self._within_time(result)
             await self._report()
@@ -143,11 +145,6 @@ class AgentLoop:
             if (ended := ENDED_LOOPS.get()) is not None:
                 ended.append(result)
         return result
-
-    @property
-    def context_full(self) -> bool:
-        """Whether the conversation has reached `max_context_tokens`."""
-        return self.settings.max_context_tokens is not None and self._context_tokens >= self.settings.max_context_tokens
 
     def used(self) -> Used:
         """Return the amounts that count towards the budget so far, including those of sub-agents that have ended."""
@@ -198,15 +195,17 @@ class AgentLoop:
             return _End(Outcome.MAX_TURNS)
         if used_up := self.settings.budget.used_up(self.used()):
             return _End(Outcome.BUDGET, used_up)
-        if self.context_full:
-            full = f"context of {self.settings.max_context_tokens} tokens is full ({self._context_tokens})"
-            return _End(Outcome.LENGTH, full)
+        most = self.settings.max_context_tokens
+        if most is not None and self._context_tokens >= most:
+            self.context_full = True
+            return _End(Outcome.LENGTH, f"context of {most} tokens is full ({self._context_tokens})")
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
         """Make one model call and run its tool calls. Returns why the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
-        reply = read_reply(await self.server.chat_completion(**self._request(result)), result.turns_used + 1)
+        request = self._request(result)
+        reply = read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
         place = len(result.messages)
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
@@ -222,7 +221,8 @@ class AgentLoop:
             return None
         if reply.cut_off:
             used_up = self.settings.budget.used_up(self.used())  # the budget may have shortened the reply
-            return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
+            why = reply.cut_off_text(request.get("max_tokens"))
+            return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, why)
         # If all calls were malformed, the model gets the errors and another turn.
         return _End(Outcome.NATURAL) if natural else None
 

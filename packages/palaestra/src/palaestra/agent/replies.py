@@ -52,6 +52,16 @@ class Reply:
         """Whether the reply ended at its length limit."""
         return self.finish_reason == "length"
 
+    def cut_off_text(self, max_tokens: int | None) -> str:
+        """Return what cut the reply off. `max_tokens` is the limit of the request. A reply that is shorter, or had no
+        limit, filled the rest of the model's window, or reached the server's own limit, which no reply names."""
+        if max_tokens is not None and not 0 < self.completion_tokens < max_tokens:
+            return f"the reply was cut off at its limit of {max_tokens} tokens"
+        return (
+            f"the reply was cut off after {self.completion_tokens} tokens: with its prompt of {self.prompt_tokens} it "
+            "filled the model's window, or it reached the server's own limit"
+        )
+
     def message(self) -> Message:
         """Return the assistant message that goes into the history."""
         message: Message = {**self.extra, "role": "assistant", "content": self.content}

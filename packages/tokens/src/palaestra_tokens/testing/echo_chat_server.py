@@ -14,8 +14,9 @@ The message is a list of lines:
 
 `reply`, if given, replaces these rules: it returns the assistant message for a conversation. `window` is the size of
 the context window: a longer request is refused with HTTP 400, in the words of `refuses` (openai, vllm, or silent, which
-does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. The list of
-models has the window if `lists_window` is true. Unless the server `takes_images`, a request with images is refused.
+does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. A reply
+that is longer than `max_tokens`, or than the rest of the window, is cut off. The list of models has the window if
+`lists_window` is true. Unless the server `takes_images`, a request with images is refused.
 `delay_s` is the pause before each piece of a streamed reply. While `gate` is an event that is not set, a streamed reply
 waits after its first piece. `asked` lists the requests, and `refused` counts those that were too long.
 """
@@ -94,7 +95,11 @@ class EchoChatServer:
             return web.json_response({"error": {"message": f"{MODEL} is not a multimodal model"}}, status=400)
         message = self._reply(body["messages"])
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = _usage(tokens, message)
+        length = 1 + len(str(message)) // 4
+        room = reply_tokens or length if self.window is None else min(reply_tokens or length, self.window - tokens)
+        if length > room:
+            message, length, finish = _cut(message, 4 * room), room, "length"
+        usage = {"prompt_tokens": tokens, "completion_tokens": length, "total_tokens": tokens + length}
         if not body.get("stream"):
             choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
             return web.json_response({"id": "e", "object": "chat.completion", "choices": [choice], "usage": usage})
@@ -172,9 +177,9 @@ def _too_long(window: int, tokens: int, reply_tokens: int, words: str) -> dict[s
     return {"error": error}
 
 
-def _usage(prompt: int, reply: Mapping[str, JSON]) -> dict[str, JSON]:
-    completion = 1 + len(str(reply)) // 4
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def _cut(message: Mapping[str, JSON], chars: int) -> dict[str, JSON]:
+    """Return the beginning of a reply. A tool call that is not complete is lost."""
+    return {name: message[name][:chars] for name in ("reasoning_content", "content") if message.get(name)}
 
 
 def _text(content: JSON) -> str:
