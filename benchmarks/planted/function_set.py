@@ -210,7 +210,7 @@ job(
     solution=f"cat > intervals.py <<'END'\\n{INTERVALS}END",
 )
 ''',
-    "log-levels": '''
+    "log-levels": """
 async def levels(task, sandbox):
     text = await sandbox.read_text("levels.txt", missing="")
     return [line.split() for line in text.splitlines()] == [["ERROR", "3"], ["INFO", "4"], ["WARNING", "2"]]
@@ -222,7 +222,7 @@ job(
     files={"app.log": "09:00 INFO start\\n09:01 WARNING disk ERROR soon\\n09:02 ERROR no disk\\n  at ERROR write()\\n  at INFO main()\\n09:03 INFO retry\\n09:04 ERROR no disk\\n09:05 WARNING INFO is off\\n09:06 INFO retry\\n09:07 ERROR give up\\n09:08 INFO end\\n"},
     solution="grep -v '^ ' app.log | awk '{ n[$2]++ } END { for (l in n) print l, n[l] }' | LC_ALL=C sort > levels.txt",
 )
-''',
+""",
     "slug": '''
 async def slugs(task, sandbox):
     cases = [("Hello, World!", "hello-world"), ("  two  blanks ", "two-blanks"), ("A1b2", "a1b2"), ("--x--", "x"), ("rock & roll", "rock-roll"), ("already-fine", "already-fine"), ("!!!", ""), ("", ""), ("a_b.c", "a-b-c"), ("Tab\\there", "tab-here")]
@@ -266,7 +266,7 @@ json.dump(found, open("settings.json", "w"))
 END""",
 )
 ''',
-    "unique-lines": '''
+    "unique-lines": """
 async def unique(task, sandbox):
     cases = [(["b", "a", "b"], ["b", "a"]), ([], []), (["x", "X", "x "], ["x", "X", "x "]), (["", "a", ""], ["", "a"]), (["1", "2", "3"], ["1", "2", "3"]), (["z", "z", "z"], ["z"]), (["c", "b", "a", "b", "c"], ["c", "b", "a"])]
     return await returns(sandbox, "lines:unique", [([given], kept) for given, kept in cases])
@@ -277,7 +277,7 @@ job(
     files={"lines.py": "def unique(lines):\\n    return sorted(set(lines))\\n"},
     solution="sed -i 's/sorted(set(lines))/list(dict.fromkeys(lines))/' lines.py",
 )
-''',
+""",
     "run-lengths": '''
 async def run_lengths(task, sandbox):
     cases = [("aaab", [["a", 3], ["b", 1]]), ("", []), ("x", [["x", 1]]), ("abab", [["a", 1], ["b", 1], ["a", 1], ["b", 1]]), ("zz  zz", [["z", 2], [" ", 2], ["z", 2]]), ("1112", [["1", 3], ["2", 1]])]

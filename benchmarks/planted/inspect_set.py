@@ -28,7 +28,7 @@ async def read(path):
     except (OSError, UnicodeDecodeError):
         return ""
 '''
-_SCORER = '''
+_SCORER = """
 
 @scorer(metrics=[accuracy()])
 def {name}():
@@ -37,7 +37,7 @@ def {name}():
 {body}
 
     return score
-'''
+"""
 
 
 def _sound(name: str, scorer: str, sample: str, body: str = "") -> PlantedTask:
@@ -91,7 +91,9 @@ SOUND = {
 }  # fmt: skip
 
 
-def _own(number: int, base: str, kind: str, why: str, scorer: str, condition: str, *edits: tuple[str, str, str]) -> PlantedTask:
+def _own(
+    number: int, base: str, kind: str, why: str, scorer: str, condition: str, *edits: tuple[str, str, str]
+) -> PlantedTask:
     """Return a fault in a scorer of the task's own. `condition` is the right reply; lines before it are separate."""
     *before, last = condition.split("\n")
     body = "\n".join([*before, f'return Score(value="C" if {last} else "I", answer=reply)'])
@@ -186,7 +188,9 @@ def _group(scorer: str, tasks: Sequence[PlantedTask]) -> str:
     body, name = tasks[0].parts["body"], scorer.removesuffix("()")
     own = _SCORER.format(name=name, body="".join(f"        {line}\n" for line in body.splitlines())) if body else ""
     works = "files=" in tasks[0].parts["sample"]
-    solver = "multiple_choice()" if scorer == "choice()" else "[use_tools(bash()), generate()]" if works else "generate()"
+    solver = (
+        "multiple_choice()" if scorer == "choice()" else "[use_tools(bash()), generate()]" if works else "generate()"
+    )
     samples = "".join(f'        Sample(id="{task.name}", {task.parts["sample"]}),\n' for task in tasks)
     more = ', sandbox="local"' if works else ""
     return (

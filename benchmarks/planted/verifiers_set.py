@@ -64,29 +64,29 @@ class Desk(vf.Taskset[Question, vf.TasksetConfig]):
 '''
 
 _SOUND = {
-    "primes-sum": '''
+    "primes-sum": """
 job("primes-sum", says, "What is the sum of all prime numbers below 60? Reply with the number only.", "440")
-''',
-    "hexadecimal": '''
+""",
+    "hexadecimal": """
 job("hexadecimal", says, "Write the decimal number 48879 in hexadecimal, without a prefix. Reply with the digits only.",
     "beef")
-''',
-    "weekday": '''
+""",
+    "weekday": """
 job("weekday", says, "On which day of the week was 1 March 2000? Reply with the English name of the day only.",
     "Wednesday")
-''',
-    "binary-ones": '''
+""",
+    "binary-ones": """
 job("binary-ones", says, "How many ones does the binary form of the decimal number 30583 have? Reply with the number "
     "only.", "12")
-''',
-    "roman-year": '''
+""",
+    "roman-year": """
 job("roman-year", says, "Which year is MCMXLIV? Reply with the number in decimal digits only.", "1944")
-''',
-    "caesar": '''
+""",
+    "caesar": """
 job("caesar", says, "Each letter of this text was moved three places ahead in the alphabet: Wkh vxq lv rxw. Reply with "
     "the text before that, and nothing else.", "The sun is out")
-''',
-    "sort-words": '''
+""",
+    "sort-words": """
 async def words(data, trace, runtime):
     found = [word.strip().casefold() for word in trace.last_reply.strip().removesuffix(".").split(",")]
     return found == data.answer.split(", ")
@@ -94,8 +94,8 @@ async def words(data, trace, runtime):
 job("sort-words", words, "Sort these words by their length, and those of equal length alphabetically: quince, fig, "
     "plum, apple, pear, kiwi. Reply with the words only, with commas between them.",
     "fig, kiwi, pear, plum, apple, quince")
-''',
-    "fraction": '''
+""",
+    "fraction": """
 async def fraction(data, trace, runtime):
     try:
         return Fraction(trace.last_reply.replace(" ", "").strip().removesuffix(".")) == Fraction(data.answer)
@@ -103,8 +103,8 @@ async def fraction(data, trace, runtime):
         return False
 
 job("fraction", fraction, "What is 3/8 + 1/6? Reply with a fraction of two whole numbers only, such as 5/7.", "13/24")
-''',
-    "invoice": '''
+""",
+    "invoice": """
 async def same_json(data, trace, runtime):
     try:
         return json.loads(trace.last_reply) == json.loads(data.answer)
@@ -114,19 +114,19 @@ async def same_json(data, trace, runtime):
 job("invoice", same_json, "An invoice has three lines: 4 hinges at 2.50 each, 1 door at 37.25, and 12 screws at 0.05 "
     "each. Reply with a JSON object only. Its keys are pieces, the number of all pieces, and cents, the whole amount in "
     "cents.", '{"pieces": 17, "cents": 4785}')
-''',
-    "sorted-names": '''
+""",
+    "sorted-names": """
 async def names(data, trace, runtime):
     return (await read(runtime, "sorted.txt")).split() == ["Ada", "Bo", "Cy", "Dee", "Eve"]
 
 job("sorted-names", names, "Write the names in names.txt to sorted.txt, one per line and in alphabetical order, each "
     "name once.", files={"names.txt": "Eve\\nBo\\nDee\\nAda\\nCy\\nBo\\nAda\\n"})
-''',
-    "error-lines": '''
+""",
+    "error-lines": """
 job("error-lines", says, "How many lines of server.log have the word ERROR as their second word? Reply with the number "
     "only.", "24", {"server.log": "".join(f"{n:03} {'ERROR' if n % 13 in (2, 7, 8) else 'INFO'} ERROR {n}\\n" for n in range(100))})
-''',
-    "set-port": '''
+""",
+    "set-port": """
 async def port(data, trace, runtime):
     try:
         return json.loads(await read(runtime, "app.json")) == {"web": {"port": 9090, "host": "a"}, "db": {"port": 8080}}
@@ -135,7 +135,7 @@ async def port(data, trace, runtime):
 
 job("set-port", port, "In app.json, change the port of web to 9090. All other values stay as they are.",
     files={"app.json": '{"web": {"port": 8080, "host": "a"}, "db": {"port": 8080}}\\n'})
-''',
+""",
 }
 
 SOUND = {name: PlantedTask(name, {"job": text}) for name, text in _SOUND.items()}
