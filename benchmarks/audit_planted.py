@@ -122,8 +122,11 @@ def _report(truths: Sequence[Truth], audited: Audited, seconds: float, json_file
 
 def _is_found(truth: Truth, audited: Audited) -> bool:
     if truth.kind == "costly":
-        costs = {key[2]: sum(each["stages"].get(stage, 0.0) for stage in ("prepare", "grade"))
-                 for key, each in audited.items() if key[:2] == (truth.form, truth.set) and "stages" in each}  # fmt: skip
+        costs = {
+            key[2]: sum(each["stages"].get(stage, 0.0) for stage in ("prepare", "grade"))
+            for key, each in audited.items()
+            if key[:2] == (truth.form, truth.set) and "stages" in each
+        }
         if truth.task in sorted(costs, key=lambda task: -costs[task])[:2]:
             return True
     names = [truth.task, *filter(None, [truth.original])]

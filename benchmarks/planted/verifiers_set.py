@@ -228,7 +228,7 @@ FAULTS = (
            ("How many lines of server.log have the word ERROR as their second word?",
             "Count the lines in server.log whose second word is ERROR.")),
     _fault(2, "set-port", "costly", "The check computes for some seconds what it does not use.",
-           ("    try:\n", "    sum(number * number for number in range(60_000_000))\n    try:\n")),
+           ("    try:\n", "    sum(number * number for number in range(20_000_000))\n    try:\n")),
 )  # fmt: skip
 
 
