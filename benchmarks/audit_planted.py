@@ -11,6 +11,7 @@ Tasks of verifiers and Inspect need the environments of `scripts/faces_env`; wit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -73,10 +74,11 @@ def _audit(audit: PlannedAudit, out: Path, options: argparse.Namespace) -> None:
         print(f"{audit.form}, {audit.name}: {done.stderr[-600:]}", file=sys.stderr)
 
 
+@functools.cache
 def _program(package: str) -> str | None:
     """Return the `palaestra` of an environment that has a package."""
     for folder in (Path(sys.executable).parent, _ROOT / ".venv-faces/bin", _ROOT / ".venv-faces-logs/bin"):
-        probe = [str(folder / "python"), "-c", f"import {package or 'palaestra'}"]
+        probe = [str(folder / "python"), "-c", f"import importlib.util as u; u.find_spec({package!r}).name"]
         if (folder / "palaestra").exists() and not subprocess.run(probe, capture_output=True, check=False).returncode:
             return str(folder / "palaestra")
     return None

@@ -40,7 +40,7 @@ class PlannedAudit:
     set: str
     name: str
     words: Sequence[str]
-    package: str = ""
+    package: str = "palaestra"
 
 
 def tasks_of(form: str, name: str) -> list[PlantedTask]:
