@@ -48,12 +48,12 @@ def _sound(
 
 _PASSWD = """root:x:0:0:root:/root:/bin/bash
 daemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin
-zoe:x:1003:1003:Zoe:/home/zoe:/bin/bash
-adam:x:1010:1010:Adam:/home/adam:/bin/bash
+zoe:x:1003:1003:Zoe:/srv/zoe:/bin/bash
+adam:x:1010:1010:Adam:/srv/adam:/bin/bash
 mail:x:8:8:mail:/var/mail:/bin/bash
-bea:x:1001:1001:Bea:/home/bea:/bin/sh
-carl:x:1000:1000:Carl /bin/bash:/home/carl:/usr/bin/zsh
-dora:x:1002:1002::/home/dora:/bin/bash
+bea:x:1001:1001:Bea:/srv/bea:/bin/sh
+carl:x:1000:1000:Carl /bin/bash:/srv/carl:/usr/bin/zsh
+dora:x:1002:1002::/srv/dora:/bin/bash
 """
 _READINGS = """sensor,time,value
 a,2024-01-01 00:20,3.5
