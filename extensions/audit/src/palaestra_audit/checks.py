@@ -168,7 +168,7 @@ class Audited:
         if not nothing.trajectories:
             self.unprepared = nothing.error or "there was no rollout"
         self.tool = await self.trials.command_tool(self.given, nothing, self.number, spec)
-        self.prepare_s = (group if self.left else nothing).prepare_s
+        self.prepare_s = group.prepare_s  # of the first trial: later ones start from a fork
         if self.task.solution is None and not self.unprepared and not self.leak:
             await self._answer()
 

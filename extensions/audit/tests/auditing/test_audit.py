@@ -618,7 +618,7 @@ from palaestra import Task, environment
 @environment(toolsets=["terminal"])
 def asked():
     for name in ("sound", "near", "first", "literal", "zone"):
-        yield Task(id=name, prompt="How many minutes do 71 hours have?", answer="4260")
+        yield Task(id=name, prompt="How many minutes do 71 hours have?", answer="4260", setup="sleep 1")
 
 @asked.score
 async def right(task, rollout, sandbox):
@@ -642,7 +642,7 @@ async def right(task, rollout, sandbox):
         "literal": {Kind.FALSE_ZERO},
         "zone": {Kind.WORLD},
     }
-    assert all("grade" in task.stages for task in found.tasks)
+    assert all(task.stages["prepare"] >= 1 and "grade" in task.stages for task in found.tasks)
 
 
 def test_each_kind_has_a_check_and_words_and_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
