@@ -34,7 +34,7 @@ from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import EnvironmentProof, State
 from palaestra_audit.cheats.state_changes import Play, named_files
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
-from palaestra_audit.mutants import Changed, Files, mutants, variants
+from palaestra_audit.mutants import Changed, Files, mutants, reply_variants, variants, wrong_replies
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
 from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
@@ -98,7 +98,13 @@ class Audited:
     lived: int = 0
     solved: Verdict | None = None
     """The score of the reference solution; None without one."""
+    reference: Step = REFERENCE
+    """The reference solution as a step. For a question without one, it is the stored answer as the reply, if that earns
+    the full score."""
+    answered: Sequence[tuple[Trial, Verdict]] = ()
+    """The replies with the stored answer that do not earn the full score."""
     rollout: Trajectory | None = None
+    """That of the reference solution; without one, of doing nothing."""
     tool: CommandTool | None = None
     prepare_s: float = 0.0
     left: LeftFiles | None = None
@@ -146,7 +152,9 @@ class Audited:
         if derives and self.holds:
             await self._play_again(group)
         before = LeftFiles(spec, tuple(left.files) if self.left else ())
-        idle, _, nothing = await self.play(Trial(), before)
+        idle, unsolved, nothing = await self.play(Trial(), before)
+        if self.task.solution is None:
+            self.rollout = unsolved
         if self.holds and not self.leak:
             self.leak = leak_to_idle(self.trials.fresh.get(self.given.id), idle.reward, self.task.floor)
             self.leaked_to = Trial(after=1), idle
@@ -160,7 +168,26 @@ class Audited:
         if not nothing.trajectories:
             self.unprepared = nothing.error or "there was no rollout"
         self.tool = await self.trials.command_tool(self.given, nothing, self.number, spec)
-        self.prepare_s = (group if self.left else nothing).prepare_s
+        self.prepare_s = group.prepare_s  # of the first trial: later ones start from a fork
+        if self.task.solution is None and not self.unprepared and not self.leak:
+            await self._answer()
+
+    async def _answer(self) -> None:
+        """Look for a reply with the stored answer that earns the full score. If the agent has a tool that runs
+        commands, and the prompt speaks of files, the answer may belong there."""
+        answer = self.task.answer
+        elsewhere = self.tool is not None and _FILES.search(self.asked)
+        if not isinstance(answer, str | int | float) or isinstance(answer, bool) or elsewhere:
+            return
+        tried = []
+        for form in _FORMS:
+            trial = Trial(steps=[Step(say=form.format(answer))])
+            verdict, rollout, _ = await self.play(trial)
+            if _is_full(verdict):
+                self.reference, self.solved, self.rollout = trial.steps[0], verdict, rollout
+                return
+            tried.append((trial, verdict))
+        self.answered = tried
 
     async def _play_again(self, group: Group) -> None:
         """Play the reference solution again, of which `group` is the first play."""
@@ -189,7 +216,7 @@ class Audited:
         """Play the reference solution and a trial with another score again. Return the finding if one of them now
         scores otherwise, because then chance, not the trial, makes the difference."""
         for what, each, before in (
-            ("the reference solution", Trial(steps=[REFERENCE]), self.solved),
+            ("the reference solution", Trial(steps=[self.reference]), self.solved),
             ("the same work", trial, verdict),
         ):
             again, _, _ = await self.play(each)
@@ -203,6 +230,13 @@ class Audited:
     def asked(self) -> str:
         """The text of the prompt."""
         return "\n".join(str(each.get("content")) for each in self.task.messages())
+
+    @property
+    def reply(self) -> str | None:
+        """The reply of which the reference solution consists; None if it is other work too."""
+        solution = self.task.solution
+        said = solution[0] if isinstance(solution, Sequence) and len(solution) == 1 else None
+        return self.reference.say if solution is None else said.text if isinstance(said, Say) else None
 
     @property
     def holds(self) -> bool:
@@ -300,24 +334,14 @@ _FILES = re.compile(
 
 
 async def _answers(audited: Audited) -> AsyncIterator[Found]:
-    """Does the stored answer of a question earn the full score as the reply? If the agent has a tool that runs
-    commands, and the prompt speaks of files, the answer may belong there."""
-    answer = audited.task.answer
-    elsewhere = audited.unprepared or (audited.tool is not None and _FILES.search(audited.asked))
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or elsewhere:
+    """Does the stored answer of a question earn the full score as the reply?"""
+    if not audited.answered:
         yield Untried(Kind.UNSOLVABLE, _NO_REFERENCE)
         return
-    trials = [Trial(steps=[Step(say=form.format(answer))]) for form in _FORMS]
-    verdicts: list[Verdict] = []
-    for trial in trials:
-        verdict, _, _ = await audited.play(trial)
-        if _is_full(verdict):
-            return
-        verdicts.append(verdict)
-    what = f"the stored answer as the reply {_scored(verdicts[0])}, and earns the full score in none of the usual forms"
-    yield Finding(
-        kind=Kind.UNSOLVABLE, what=what, note=True, wanted="1", detail=str(answer), trial=trials[0], verdict=verdicts[0]
-    )
+    trial, verdict = audited.answered[0]
+    what = f"the stored answer as the reply {_scored(verdict)}, and earns the full score in none of the usual forms"
+    answer = str(audited.task.answer)
+    yield Finding(kind=Kind.UNSOLVABLE, what=what, note=True, wanted="1", detail=answer, trial=trial, verdict=verdict)
 
 
 _NOTHINGS: Mapping[str, Callable[[str], str]] = {
@@ -364,6 +388,10 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
     """Does wrong work still get the full score?"""
     async for each in _derived(audited, Kind.WEAK):
         yield each
+    if audited.reply is not None and audited.holds and not audited.leak and audited.task.floor < FULL:
+        async for each in _wrong_replies(audited, audited.reply):
+            yield each
+        return
     if audited.derived and audited.obstacle in (_NO_TOOL, _NO_FILES):
         return
     if audited.obstacle:
@@ -399,6 +427,18 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         )
     if not audited.mutants:
         yield Untried(Kind.WEAK, "nothing that the reference solution leaves can be changed by a rule")
+
+
+async def _wrong_replies(audited: Audited, reply: str) -> AsyncIterator[Finding]:
+    """Does another reply earn the full score? A score may take words for others, and numbers that are near."""
+    for what, text in wrong_replies(reply):
+        trial = Trial(steps=[Step(say=text)])
+        verdict, _, _ = await audited.play(trial)
+        audited.mutants += 1
+        if _is_full(verdict):
+            audited.lived += 1
+            said = f"{what} still scores {verdict.reward:g}: {text!r:.200} for {reply!r:.200}"
+            yield Finding(kind=Kind.WEAK, what=said, note=True, wanted="< 1", trial=trial, verdict=verdict)
 
 
 def _is_named_call(difference: tuple[Call, str] | None) -> bool:
@@ -492,6 +532,10 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         verdict, _, _ = await audited.play(trial)
         if finding := _refused(f"solutions[{number}] of the task", verdict, trial, certain=True):
             yield finding
+    if audited.reply is not None and audited.holds:
+        async for each in _other_replies(audited, audited.reply):
+            yield each
+        return
     if audited.obstacle:
         yield Untried(Kind.FALSE_ZERO, f"variants of the reference solution: {audited.obstacle}")
         return
@@ -512,6 +556,18 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         verdict, _, _ = await audited.play(trial)
         if finding := _refused(variant.what, verdict, trial, certain=variant.certain, names=variant.names):
             finding.detail = audited.difference(variant.files)
+            yield await audited.unsteady(trial, verdict) or finding
+
+
+async def _other_replies(audited: Audited, reply: str) -> AsyncIterator[Found]:
+    """Is the right reply refused in another form?"""
+    for what, text in reply_variants(reply):
+        if audited.flaky:
+            yield Untried(Kind.FALSE_ZERO, f"variants of the reply: {_FLAKY}")
+            return
+        trial = Trial(steps=[Step(say=text)])
+        verdict, _, _ = await audited.play(trial)
+        if finding := _refused(f"the right reply {what}", verdict, trial, certain=False):
             yield await audited.unsteady(trial, verdict) or finding
 
 
@@ -543,7 +599,9 @@ async def flaky(audited: Audited) -> AsyncIterator[Found]:
         why, trial = audited.refused.error, Trial()
         yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", detail=why, trial=trial, verdict=audited.refused)
         return
-    work, trial = "the reference solution", Trial(steps=[REFERENCE])
+    work, trial = "the reference solution", Trial(steps=[audited.reference])
+    if audited.task.solution is None and audited.holds:
+        work = "the answer as the reply"
     if audited.solved is not None:
         rewards = [audited.solved.reward]
     elif isinstance(audited.task.answer, str):
@@ -567,11 +625,11 @@ async def flaky(audited: Audited) -> AsyncIterator[Found]:
 
 async def world(audited: Audited) -> AsyncIterator[Found]:
     """Does the score of the reference solution depend on the machine?"""
+    answer, present = audited.task.answer, _PRESENT.search(audited.asked)
+    if audited.task.solution is None and present is not None and isinstance(answer, str | int):
+        what = f"the prompt asks about the time when it is read ({present[0]!r}), and has one stored answer"
+        yield Finding(kind=Kind.WORLD, what=what, note=True, detail=str(answer))
     if not audited.holds:
-        answer, present = audited.task.answer, _PRESENT.search(audited.asked)
-        if audited.solved is None and present is not None and isinstance(answer, str | int):
-            what = f"the prompt asks about the time when it is read ({present[0]!r}), and has one stored answer"
-            yield Finding(kind=Kind.WORLD, what=what, note=True, detail=str(answer))
         yield Untried(Kind.WORLD, _NO_REFERENCE if audited.solved is None else _FAILS)
         return
     spec = audited.trials.environment.slot_spec(audited.task, Phase.GRADE)
@@ -597,7 +655,7 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
         if each.env.get("LC_ALL") == LOCALE and not await audited.trials.sorts_like_dictionaries(spec):
             yield Untried(Kind.WORLD, f"the locale {LOCALE}: the programs of the sandbox do not follow it")
             continue
-        trial = Trial(steps=[REFERENCE], world=each)
+        trial = Trial(steps=[audited.reference], world=each)
         verdict, _, _ = await audited.play(trial)
         if _is_full(verdict):
             continue
@@ -606,7 +664,7 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
             continue
         if chance := await audited.unsteady(trial, verdict):
             # With little of a processor, a limit of time is met or not.
-            if not each.slow or chance.trial == Trial(steps=[REFERENCE]):
+            if not each.slow or chance.trial == Trial(steps=[audited.reference]):
                 yield chance
             continue
         what = f"with {each.name}, the reference solution {_scored(verdict)}"

@@ -35,12 +35,24 @@ class Call:
 def calls_of(source: bytes, asked: str) -> list[Call]:
     """Return calls of the module's functions: those in the prompt, and others whose values are near theirs."""
     tree = ast.parse(source)
-    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
     words = [each for each in dict.fromkeys(constants) if isinstance(each, str) and each.isalnum()]
-    named = [Call(name, values, named=True) for name in names for values in _values_in(asked, name)]
+    named = [
+        Call(each.name, values, named=True)
+        for each in functions
+        for values in _values_in(asked, each.name)
+        if _takes(each, len(values))  # `f()` in a sentence is often only the name of f
+    ]
     near = [Call(each.function, values, named=False) for each in named for values in _near(each.values, words[:20])]
     return list({str(each): each for each in (*near, *named)}.values())[-_MOST_CALLS:]
+
+
+def _takes(function: ast.FunctionDef, count: int) -> bool:
+    """Return whether a function can be called with so many values by their places."""
+    taken, most = function.args, len(function.args.posonlyargs) + len(function.args.args)
+    alone = sum(each is None for each in taken.kw_defaults)
+    return most - len(taken.defaults) <= count and (count <= most or taken.vararg is not None) and not alone
 
 
 def _values_in(asked: str, name: str) -> Iterator[list[JSON]]:

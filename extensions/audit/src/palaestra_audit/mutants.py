@@ -324,3 +324,25 @@ _SCOPES = (
     ast.MatchAs, ast.MatchStar, ast.MatchMapping,
 )  # fmt: skip
 """Statements that bind names in another way than as `ast.Name`, or in another scope."""
+
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?![\w.])")
+
+
+def wrong_replies(reply: str) -> Iterator[tuple[str, str]]:
+    """Yield other replies than the right one, with what they are."""
+    if numbers := [*_NUMBER.finditer(reply)]:
+        last = numbers[-1]
+        yield "the next number", f"{reply[: last.start()]}{int(last[0]) + 1}{reply[last.end() :]}"
+    made = reply[:-1] + reply[-1:].translate({**{code: code + 1 for code in range(ord("a"), ord("z"))}, ord("z"): "a"})
+    if made != reply:
+        yield "another last letter", made
+    if len(half := reply[: len(reply) // 2].rstrip()) > 1:
+        yield "the first half of the reply", half
+
+
+def reply_variants(reply: str) -> Iterator[tuple[str, str]]:
+    """Yield other forms of the right reply, with what they are."""
+    yield "with a newline at its end", f"{reply}\n"
+    if reply.endswith("."):
+        yield "without its full stop", reply[:-1]

@@ -610,6 +610,41 @@ async def right(task, rollout, sandbox):
     assert [task.id for task in found.tasks if task.untried] == ["file"]
 
 
+def test_an_answer_that_earns_the_full_score_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("asked_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def asked():
+    for name in ("sound", "near", "first", "literal", "zone"):
+        yield Task(id=name, prompt="How many minutes do 71 hours have?", answer="4260", setup="sleep 1")
+
+@asked.score
+async def right(task, rollout, sandbox):
+    said = rollout.messages[-1]["content"]
+    if task.id == "literal":
+        return said == task.answer
+    if task.id == "near":
+        return said.strip().isdigit() and abs(int(said) - int(task.answer)) < 5
+    if task.id == "first":
+        return said[:1] == task.answer[:1]
+    if task.id == "zone" and (await sandbox.execute("date -d @0 +%H")).output.strip() != "00":
+        return False
+    return said.strip() == task.answer
+""")
+    kinds = ("unsolvable", "weak", "false_zero", "depends_on_the_world")
+    found = audit("asked_env.py", *(word for kind in kinds for word in ("--only", kind)))
+    assert {task.id: {each.kind for each in task.findings} for task in found.tasks} == {
+        "sound": set(),
+        "near": {Kind.WEAK},
+        "first": {Kind.WEAK},
+        "literal": {Kind.FALSE_ZERO},
+        "zone": {Kind.WORLD},
+    }
+    assert all(task.stages["prepare"] >= 1 and "grade" in task.stages for task in found.tasks)
+
+
 def test_each_kind_has_a_check_and_words_and_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(CHECKS) | {Kind.DUPLICATE, Kind.COSTLY} == set(Kind)
     assert set(ABOUT) == set(Kind)

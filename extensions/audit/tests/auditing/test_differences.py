@@ -17,6 +17,7 @@ SOURCE = (
         ("clamp(15, 0) should be 10, and clamp(value, low) is slow.", ["clamp(15, 0)"]),
         ("title('a) b') fails.", ["title('a) b')"]),
         ("reclamp(3) and nothing(1) are others; clamp(1, low=2) has a name.", []),
+        ("clamp() is slow, title('a', 'b') has too many values, and clamp(3) is right.", ["clamp(3)"]),
         ("clamp([1, (2)], {'a': None})", ["clamp([1, 2], {'a': None})"]),
     ],
 )
