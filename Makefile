@@ -151,6 +151,9 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/e2b.txt
 	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c requirements/development.txt \
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/ray.txt
+	@printf '%s\n' atroposlib==0.4.0 harbor==0.25.0 inspect-ai==0.3.285 openai swe-rex==1.4.0 verifiers==0.1.14 | uv pip compile - \
+	    --universal --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-find-links -o requirements/peers.txt
 	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click jsonschema-rs greenlet jinja2 msgspec pydantic pyyaml rich \
 	    tokenizers editables hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \

@@ -208,10 +208,15 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None, **series: ob
         verdict = "" if row.ok is None else "ok" if row.ok else "MISSED"
         print(f"| {row.name} | {_number(row.value)} | {row.unit} | {ratio} | {target} | {verdict} |")
     if json_file is not None:
-        command = shlex.join(["python", *sys.argv])
-        found = {"title": title, "command": command, "date": date.today().isoformat(), "machine": machine(), **series}
-        json_file.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
+        write_json(title, rows, json_file, **series)
     return 1 if any(row.ok is False for row in rows) else 0
+
+
+def write_json(title: str, rows: Sequence[Row], json_file: Path, **series: object) -> None:
+    """Write the rows and the series with the command, the date and the machine."""
+    command = shlex.join(["python", *sys.argv])
+    found = {"title": title, "command": command, "date": date.today().isoformat(), "machine": machine(), **series}
+    json_file.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
 
 
 def machine() -> str:

@@ -23,12 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import _measure as measure
 from _instant_server import chat_reply, serve
-from _throughput_peers import CHECK, PROMPT, shell
+from _throughput_peers import CHECK, FIVE_STEPS, PROMPT, Steps, shell
 
 COMMANDS = ("seq 200 > a.txt", "wc -l < a.txt", "sort -rn a.txt | head -3", "grep -c 7 a.txt", "echo done > answer.txt")
 SIZES = {1: 32, 16: 128, 64: 256}
@@ -39,7 +39,7 @@ PEERS = {"atropos": "atroposlib 0.4.0", "verifiers": "verifiers 0.1.14"}
 
 
 async def commands(url: str, concurrency: int, rollouts: int) -> float:
-    """Run the six commands of each rollout in a separate directory."""
+    """Run the six commands of each rollout in a separate directory, and return the seconds."""
     left = iter(range(rollouts))
 
     async def worker() -> None:
@@ -53,11 +53,13 @@ async def commands(url: str, concurrency: int, rollouts: int) -> float:
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(worker())
-    return rollouts / (time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
-async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = False) -> float:
-    """Run groups of one rollout each, from the first task to the last line on disk."""
+async def palaestra(
+    url: str, concurrency: int, tasks: Sequence[Steps], *, exact: bool = False, isolation: str = "best"
+) -> float:
+    """Run groups of one rollout each, and return the seconds from the first task to the last line on disk."""
     from _exact import saved_tokenizer
 
     from palaestra import Task, environment
@@ -72,18 +74,18 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
 
     @environment(toolsets=["terminal"])
     async def steps():  # the annotations would be looked up in the module
-        for number in range(rollouts):
-            yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "five steps\n"})
+        for number, each in enumerate(tasks):
+            yield Task(id=f"t{number}", prompt=PROMPT, files=dict(each.files), data={"answer": each.answer})
 
     @steps.score
-    async def right(sandbox):
-        return (await sandbox.execute(CHECK)).output.strip() == "done"
+    async def right(task, sandbox):
+        return (await sandbox.execute(CHECK)).output.strip() == task.data["answer"]
 
     with tempfile.TemporaryDirectory() as folder:
         kind = {"server_type": "sglang", "tokenizer_name": saved_tokenizer(folder)} if exact else {}
         engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
         await engine.start()
-        async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
+        async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation(isolation)) as pool:
             workspaces, journal = Workspaces(pool), Journal(Path(folder, "journal.jsonl"))
             run = RunContext(engine, workspaces, EventStream(journal))
             started = time.perf_counter()
@@ -92,8 +94,8 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
             await workspaces.aclose()
             journal.close()
         await engine.aclose()
-    assert (totals.scored, totals.mean_reward) == (rollouts, 1.0), totals.errors
-    return rollouts / took
+    assert (totals.scored, totals.mean_reward) == (len(tasks), 1.0), totals.errors
+    return took
 
 
 async def model_server() -> None:
@@ -167,10 +169,10 @@ if __name__ == "__main__":
         asyncio.run(model_server())
     elif sys.argv[1:2] == ["--sample"]:
         chosen, address, at_once, total = sys.argv[2:]
-        run = commands(address, int(at_once), int(total))
-        if chosen in OURS:
-            run.close()
-            run = palaestra(address, int(at_once), int(total), exact=chosen != OURS[0])
-        print(json.dumps({"per_s": asyncio.run(run)}))
+        if chosen not in OURS:
+            run = commands(address, int(at_once), int(total))
+        else:
+            run = palaestra(address, int(at_once), [FIVE_STEPS] * int(total), exact=chosen != OURS[0])
+        print(json.dumps({"per_s": int(total) / asyncio.run(run)}))
     else:
         sys.exit(main())

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[4]
 
 _PATH = ":".join(f"{ROOT}/{folder}" for folder in ("src", "packages/slots/src", "packages/slots/tests", "tests"))
 _READY_S = 20.0
-_IMAGE = "palaestra-tests:1"
+IMAGE = "palaestra-tests:1"
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ class Docker:
         (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/bash\nsomebody:x:12345:12345::/home:/bin/bash\n")
         (root / "etc/shadow").write_text("root:secret\n")
         (root / "etc/shadow").chmod(0o600)
-        self.load(root, _IMAGE)
+        self.load(root, IMAGE)
 
     def python(self, *arguments: str, options: tuple[str, ...] = (), timeout_s: float = 170) -> str:
         """The output of this interpreter, with this checkout, in a new container; fails with it."""
@@ -126,7 +126,7 @@ class Docker:
         outer = [path for path in sorted(mounts) if os.path.exists(path) and not path.startswith("/usr/")]
         volumes = [word for path in outer for word in ("-v", f"{path}:{path}:ro")]
         env = ["-e", f"PYTHONPATH={_PATH}", "-e", "PYTHONDONTWRITEBYTECODE=1"]
-        command = [*self._docker, "run", "--rm", "--network", "none", "-w", str(ROOT), *volumes, *env, *options, _IMAGE]
+        command = [*self._docker, "run", "--rm", "--network", "none", "-w", str(ROOT), *volumes, *env, *options, IMAGE]
         result = subprocess.run(
             [*command, sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s
         )
