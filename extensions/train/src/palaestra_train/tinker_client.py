@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import math
+import shutil
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -186,6 +187,7 @@ class TinkerTrainer:
         self._opened = AsyncExitStack()
         self._engine = TinkerEngine(server.model_copy(update={"history": "append"}), self.busy)
         self._base: tinker.SamplingClient | None = None
+        self._saved = set[str]()
         self._service: tinker.ServiceClient
         self._client: tinker.TrainingClient
 
@@ -287,6 +289,21 @@ class TinkerTrainer:
         saved = await self._asked(self._client.save_state(name, overwrite=True))
         kept = None if self._local is None else _kept_in(self._local, saved.path)
         (folder / STATE).write_text(json.dumps({"path": saved.path, "url": self._url, "folder": kept}))
+        if self._local is not None:
+            await asyncio.to_thread(self._drop_states, self._local, folder.parent, saved.path)
+
+    def _drop_states(self, states: Path, checkpoints: Path, latest: str) -> None:
+        """Delete the states of this process whose checkpoints have been removed. The server does not know of that, and
+        reads a state only when it loads it."""
+        self._saved.add(latest)
+        named = {json.loads(file.read_text())["path"] for file in checkpoints.glob(f"*/{STATE}")}
+        for path in self._saved - named:
+            run, kind, name = path.removeprefix("tinker://").split("/")
+            kept = _kept_in(states, path)
+            (states / run / kind / f"{name}.json").unlink(missing_ok=True)
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
+        self._saved &= named
 
     async def load(self, folder: Path, version: str) -> None:
         try:

@@ -96,7 +96,7 @@ _OPTIONS: dict[str, type] = {
     --trainer tinker    train an adapter with the Tinker service, or with the server at --tinker-url; without URL and
                         TINKER_API_KEY, `palaestra serve tinker` starts here (default without a GPU, if installed)
     --model M           a folder, or the OWNER/NAME of a model on the hub; --lora-rank 32
-    --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
+    --steps 100         steps after a warm start, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
     --most-draws 3      draw up to 3 times --groups tasks per step, to replace groups with equal scores
     --async N           roll out up to N steps ahead while the trainer takes a step (0)
     --loss NAME         importance_sampling (default), ppo, dapo (default if rows may be off policy), cispo or gspo;

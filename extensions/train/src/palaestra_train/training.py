@@ -116,6 +116,8 @@ class Training:
         self._places = asyncio.Semaphore(runner.concurrency)
         ahead = RolloutsAhead(self._one, self._draw, most)
         self._ahead = None
+        if self._state.step == 0:
+            runner.run_context.events.note(self._plan())
         try:
             await self._until(self.config.warm)  # nothing is rolled out ahead of it
             self._ahead = ahead if self.config.async_steps else None
@@ -139,6 +141,15 @@ class Training:
             last=self._files.checkpoint(state.step),
         )
         return runner.totals
+
+    def _plan(self) -> str:
+        config, parts = self.config, []
+        if config.warm:
+            parts.append(f"{config.warm} supervised steps")
+        if not config.only:
+            every = f" (an evaluation every {config.eval_every})" if config.eval_every else ""
+            parts.append(f"{config.steps} steps on rollouts{every}")
+        return f"plan: {', then '.join(parts)}; {len(self._train)} tasks to train on, {len(self._held_out)} held out"
 
     async def _check_reference(self) -> None:
         if self._reference is not None and any(task.solution for task in self._train):
