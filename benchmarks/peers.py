@@ -79,15 +79,15 @@ PEERS = {
     ),
     "atroposlib": Peer(
         "atroposlib", NONE, "**no**: the environment's own code scores", "yes, `ManagedServer`",
-        "`envs/base.py`, `envs/server_handling/managed_server.py`",
+        "`atroposlib/envs/base.py`, `atroposlib/envs/server_handling/managed_server.py`",
     ),
     "verifiers": Peer(
         "verifiers", f"{NONE}; `SandboxEnv` rents remote ones", "**no**: the rubric reads the same folder",
-        "yes, client `openai_chat_completions_token`", "`envs/AGENTS.md`, `envs/sandbox_env.py`, `clients/`",
+        "yes, client `openai_chat_completions_token`", "`envs/AGENTS.md`, `verifiers/envs/sandbox_env.py`, `clients/`",
     ),
     "Inspect, local": Peer(
         "inspect", NONE, "by default **no**: scorers use the agent's sandbox", "**no**",
-        "`util/_sandbox/local.py`, `model/`",
+        "`inspect_ai/util/_sandbox/local.py`, `model/`",
     ),
     "Inspect, docker": Peer(
         "inspect", "a container for each sample", "by default **no**: scorers use the agent's sandbox", "**no**",
@@ -95,12 +95,12 @@ PEERS = {
     ),
     "Harbor, docker": Peer(
         "harbor", "a container for each trial", "by default **no**: `environment_mode` is `shared`",
-        "some agents, in `rollout_details`", "`models/task/config.py`, `models/agent/rollout_detail.py`", docker=True,
+        "some agents, in `rollout_details`", "`harbor/models/task/config.py`, `harbor/models/agent/rollout_detail.py`", docker=True,
     ),
-    "SWE-ReX, local": Peer("swe-rex", NONE, "**no**: has no score", "**no**: calls no model", "`runtime/local.py`"),
+    "SWE-ReX, local": Peer("swe-rex", NONE, "**no**: has no score", "**no**: calls no model", "`swerex/runtime/local.py`"),
     "SWE-ReX, docker": Peer(
         "swe-rex", "a container for each task", "**no**: has no score", "**no**: calls no model",
-        "`deployment/docker.py`", docker=True,
+        "`swerex/deployment/docker.py`", docker=True,
     ),
 }  # fmt: skip
 

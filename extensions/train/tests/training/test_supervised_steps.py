@@ -19,6 +19,9 @@ from palaestra_train.trainer import TrainedRow, sequence_row
 from palaestra_train.warm_start import CrossEntropy
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch")
+needs_tinker = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("tinker", "peft")), reason="needs the extra 'tinker': make test-torch"
+)
 RATE = 1e-3
 
 
@@ -35,6 +38,7 @@ def demonstrations() -> list[TrainedRow]:
     return rows
 
 
+@needs_tinker
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["supervised", "sampled", "corrected", "rows left out", "advantages dealt anew"])
