@@ -95,9 +95,11 @@ PEERS = {
     ),
     "Harbor, docker": Peer(
         "harbor", "a container for each trial", "by default **no**: `environment_mode` is `shared`",
-        "some agents, in `rollout_details`", "`harbor/models/task/config.py`, `harbor/models/agent/rollout_detail.py`", docker=True,
+        "some agents, in `rollout_details`", "`harbor/models/task/`, `harbor/models/agent/`", docker=True,
     ),
-    "SWE-ReX, local": Peer("swe-rex", NONE, "**no**: has no score", "**no**: calls no model", "`swerex/runtime/local.py`"),
+    "SWE-ReX, local": Peer(
+        "swe-rex", NONE, "**no**: has no score", "**no**: calls no model", "`swerex/runtime/local.py`"
+    ),
     "SWE-ReX, docker": Peer(
         "swe-rex", "a container for each task", "**no**: has no score", "**no**: calls no model",
         "`swerex/deployment/docker.py`", docker=True,
