@@ -627,9 +627,8 @@ class SlotPool:
         `timeout` is in seconds and defaults to `default_timeout_s`. A timeout in `args` takes precedence over it. For
         `bash`, standard error is also returned separately from standard output.
         """
-        from palaestra_slots.sandbox.slot_tools import (
-            run_slot_tool,  # imported here, because rollouts have tools of their own
-        )
+        # Imported here, because rollouts have tools of their own.
+        from palaestra_slots.sandbox.slot_tools import run_slot_tool
 
         return await run_slot_tool(slot, lambda: self.leases.shell(slot), tool, args, timeout or self.default_timeout_s)
 

@@ -505,9 +505,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     @classmethod
     def _distribution_is_known(cls, name: str | None) -> str | None:
         if name is not None:
-            from palaestra.tools.registry.distributions import (
-                find_distribution,  # imported here, as few settings name one
-            )
+            # Imported here, because few settings name one.
+            from palaestra.tools.registry.distributions import find_distribution
 
             find_distribution(name)
         return name
