@@ -214,7 +214,7 @@ def _problem(row: SweRow, run: TestRun, missing: list[str]) -> str:
     unseen = _unseen(row, run)
     listed, named = len(run.statuses.keys() - set(unseen)), len(row.node_ids) - len(unseen)
     if passing < total and row.recipe and listed and not set(verdict.not_passed) & set(row.pass_to_pass) - set(unseen):
-        found = ", ".join(sorted(run.statuses.keys() - set(unseen), key=row.node_ids.__contains__)[:3])
+        found = ", ".join(sorted(run.statuses.keys() - set(unseen), key=lambda name: (name in row.node_ids, name))[:3])
         return (
             f"the log lists {plural(listed, 'test')} ({found}), {named or 'none'} of the {len(row.node_ids)} that the "
             f"row names ({', '.join(unseen[:3])} are missing): it may be published for another command (install_config "
