@@ -16,22 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import _measure as measure
+from planted.harbor_set import CONFIG, SHELL
 
 TASKS, QUICK_TASKS = 100, 3
 FIRST_S, AGAIN_S, SHARE = 1800.0, 20.0, 0.8
-_CONFIG = """schema_version = "1.4"
-[metadata]
-category = "files"
-[agent]
-timeout_sec = 120
-[verifier]
-timeout_sec = 60
-[environment]
-memory_mb = 512
-"""
-_TEST = """#!/bin/bash
-if {condition}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
-"""
 
 
 def tasks(count: int) -> Iterator[tuple[str, str, str, str, str]]:
@@ -62,12 +50,12 @@ def write(folder: Path, count: int) -> None:
     """Write the tasks as folders of Harbor."""
     for number, (name, prompt, text, solution, condition) in enumerate(tasks(count)):
         for path, content in {
-            "task.toml": _CONFIG,
+            "task.toml": CONFIG.format(memory_mb=512),
             "instruction.md": f"{prompt}\n",
             f"environment/in-{number}.txt": text,
             "environment/Dockerfile": f"FROM debian:bookworm-slim\nWORKDIR /app\nCOPY in-{number}.txt /app/\n",
             "solution/solve.sh": f"#!/bin/bash\n{solution}\n",
-            "tests/test.sh": _TEST.format(condition=condition),
+            "tests/test.sh": SHELL.format(condition),
         }.items():
             place = folder / name / path
             place.parent.mkdir(parents=True, exist_ok=True)

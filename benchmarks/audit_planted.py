@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import _measure as measure
-from planted.planted_task import FORMS, KINDS, SOUND
-from planted.sets import PlannedAudit, Truth, planned, tasks_of, write_sets
+from planted.planted_task import KINDS, SOUND
+from planted.sets import FORMS, PlannedAudit, Truth, planned, tasks_of, write_sets
 
 _ROOT = Path(__file__).parents[1]
 Audited = Mapping[tuple[str, str, str], Mapping[str, Any]]
@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     forms = options.form or (["function"] if options.quick else list(FORMS))
     sets = folder / "sets"
     if not (sets / "truth.json").is_file():
-        write_sets(sets, FORMS)
+        write_sets(sets)
     truths = [Truth(**each) for each in json.loads((sets / "truth.json").read_text())]
     truths = [each for each in truths if each.form in forms]
     began = time.monotonic()

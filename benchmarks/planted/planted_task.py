@@ -9,7 +9,6 @@ KINDS = (
     "unsolvable", "pays_for_nothing", "weak", "hackable", "false_zero", "flaky", "depends_on_the_world", "leaks",
     "duplicate", "costly",
 )  # fmt: skip
-FORMS = ("function", "harbor", "swe", "verifiers", "inspect")
 SOUND = "sound"
 
 

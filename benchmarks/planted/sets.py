@@ -14,7 +14,7 @@ from pathlib import Path
 from planted import function_set, harbor_set, inspect_set, swe_set, verifiers_set
 from planted.planted_task import SOUND, PlantedTask
 
-_FORMS = {
+FORMS = {
     "function": function_set, "harbor": harbor_set, "swe": swe_set, "verifiers": verifiers_set, "inspect": inspect_set,
 }  # fmt: skip
 SETS = (SOUND, "1", "2")
@@ -45,7 +45,7 @@ class PlannedAudit:
 
 def tasks_of(form: str, name: str) -> list[PlantedTask]:
     """Return the tasks of a set."""
-    source = _FORMS[form]
+    source = FORMS[form]
     if name == SOUND:
         return list(source.SOUND.values())
     found = []
@@ -55,21 +55,19 @@ def tasks_of(form: str, name: str) -> list[PlantedTask]:
     return found
 
 
-def write_sets(folder: Path, forms: Sequence[str]) -> tuple[list[Truth], list[PlannedAudit]]:
-    """Write the sets of these forms into a new folder, with `truth.json`."""
-    truths, audits = [], []
-    for form in forms:
+def write_sets(folder: Path) -> None:
+    """Write all sets into a new folder, with `truth.json`, a list of `Truth`."""
+    truths = []
+    for form, source in FORMS.items():
         for name in SETS:
             tasks = tasks_of(form, name)
-            _FORMS[form].write(folder / form / name, tasks)
+            source.write(folder / form / name, tasks)
             truths += [
                 Truth(form, name, _audited(form, task.name), task.kind, task.why,
                       _audited(form, task.base) if task.kind == "duplicate" else "")
                 for task in tasks
             ]  # fmt: skip
-            audits += planned(folder / form / name, form, name, tasks)
     (folder / "truth.json").write_text(json.dumps([asdict(each) for each in truths], indent=1) + "\n")
-    return truths, audits
 
 
 def planned(place: Path, form: str, name: str, tasks: Sequence[PlantedTask]) -> list[PlannedAudit]:

@@ -187,7 +187,7 @@ class TinkerTrainer:
         self._opened = AsyncExitStack()
         self._engine = TinkerEngine(server.model_copy(update={"history": "append"}), self.busy)
         self._base: tinker.SamplingClient | None = None
-        self._saved = set[str]()
+        self._saved = dict[str, str]()  # by checkpoint, the path of its state
         self._service: tinker.ServiceClient
         self._client: tinker.TrainingClient
 
@@ -290,20 +290,19 @@ class TinkerTrainer:
         kept = None if self._local is None else _kept_in(self._local, saved.path)
         (folder / STATE).write_text(json.dumps({"path": saved.path, "url": self._url, "folder": kept}))
         if self._local is not None:
-            await asyncio.to_thread(self._drop_states, self._local, folder.parent, saved.path)
+            self._saved.pop(folder.stem, None)  # the new state has taken the place of one of the same step
+            await asyncio.to_thread(self._drop_states, self._local, folder.parent)
+            self._saved[folder.stem] = saved.path
 
-    def _drop_states(self, states: Path, checkpoints: Path, latest: str) -> None:
+    def _drop_states(self, states: Path, checkpoints: Path) -> None:
         """Delete the states of this process whose checkpoints have been removed. The server does not know of that, and
         reads a state only when it loads it."""
-        self._saved.add(latest)
-        named = {json.loads(file.read_text())["path"] for file in checkpoints.glob(f"*/{STATE}")}
-        for path in self._saved - named:
-            run, kind, name = path.removeprefix("tinker://").split("/")
+        for name in [each for each in self._saved if not (checkpoints / each).is_dir()]:
+            path = self._saved.pop(name)
             kept = _kept_in(states, path)
-            (states / run / kind / f"{name}.json").unlink(missing_ok=True)
+            _state_file(states, path).unlink(missing_ok=True)
             if kept is not None:
                 shutil.rmtree(kept, ignore_errors=True)
-        self._saved &= named
 
     async def load(self, folder: Path, version: str) -> None:
         try:
@@ -354,12 +353,18 @@ class TinkerTrainer:
 
 def _kept_in(states: Path, path: str) -> str | None:
     """Return the folder in which a local server keeps a state, or None if it is elsewhere."""
-    run, kind, name = path.removeprefix("tinker://").split("/")
+    file = _state_file(states, path)
     try:
-        kept = json.loads((states / run / kind / f"{name}.json").read_text())["folder"]
+        kept = json.loads(file.read_text())["folder"]
     except (OSError, ValueError, KeyError):
         return None
-    return str((states / run / kind / kept).resolve())
+    return str((file.parent / kept).resolve())
+
+
+def _state_file(states: Path, path: str) -> Path:
+    """Return the file in which a local server describes the state with this path."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    return states / run / kind / f"{name}.json"
 
 
 def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:

@@ -33,10 +33,12 @@ from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra_slots import DiskError, EngineUnavailable, TrainerError
+from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.testing.tiny_model import make_tiny
 from palaestra_train import TrainingReport
 from palaestra_train.advantages import Batch
 from palaestra_train.step_groups import verify_steps
+from palaestra_train.tinker_client import TinkerTrainer
 from palaestra_train.trainer import TrainedRow
 
 pytestmark = [
@@ -424,6 +426,30 @@ def test_long_rows_of_a_sampler_in_bfloat16_are_trained(tokens: int) -> None:
     assert 0.001 < found.mean < 0.1
     assert 0 < found.k3 < 0.01
     assert abs(found.k1) < 0.01
+
+
+async def test_states_end_with_their_checkpoints(folder: Path, tmp_path: Path) -> None:
+    served, checkpoints = APIServerConfig(model_name=str(folder)), tmp_path / "run" / "training" / "checkpoints"
+    trainer = TinkerTrainer(served, palaestra.TrainingConfig(lora_rank=4), local=tmp_path / "states")
+    checkpoints.mkdir(parents=True)
+    await trainer.open()
+    try:
+        for step in (1, 2, 2, 3, 4, 5):  # step 2 is taken again
+            part, done = (checkpoints / f"step-{step:06d}{ending}" for ending in (".part", ""))
+            part.mkdir()
+            await trainer.save(part)
+            shutil.rmtree(done, ignore_errors=True)
+            part.rename(done)
+            for old in sorted(checkpoints.iterdir())[:-2]:
+                shutil.rmtree(old)
+        left = {path.name for path in (tmp_path / "states").glob("*/weights/*")}
+        # That of the checkpoint which went after the last state was saved goes with the next one.
+        assert {name[len("run-step-") :].partition(".")[0] for name in left} == {"000003", "000004", "000005"}
+        assert len(left) == 6  # a description and a folder each
+        for each in checkpoints.iterdir():
+            await trainer.load(each, "4")
+    finally:
+        await trainer.aclose()
 
 
 @pytest.mark.parametrize("trainer", ["trl", "tinker"])
