@@ -23,7 +23,7 @@ writing = False
 """Whether messages are written instead of compared: `--write-messages`."""
 
 _VARIES = [
-    (re.compile(r"/tmp/pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?[\w.-]+"), "TMP"),
+    (re.compile(r"/tmp/(pytest-of-\w+/pytest-\d+|tmp\w+/t)/(popen-gw\d+/)?[\w.-]+"), "TMP"),  # `t`: `run_suite`'s
     (re.compile(r"/tmp/tmp\w+"), "TMP"),
     (re.compile(re.escape(str(REPOSITORY))), "REPOSITORY"),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
