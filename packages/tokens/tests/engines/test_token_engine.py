@@ -141,6 +141,21 @@ def test_vllm_is_asked_for_ids_and_log_probabilities() -> None:
     assert (seen["return_token_ids"], seen["logprobs"], seen["stop_token_ids"]) == (True, 1, [1])
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_ignore_eos_also_turns_off_the_stop_tokens_of_the_template(ignored: bool) -> None:
+    async def work(engine: TokenServer) -> list[list[int]]:
+        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER) as loopback:
+            asked = VLLMEngine(config(loopback.url), tokenizer=TOKENIZER)
+            chat = asked.managed_server()
+            settings: JSON = {"max_tokens": 9, "stop_token_ids": [1], "extra_body": {"ignore_eos": ignored}}
+            await chat.chat_completion(messages=HI, **settings)
+            await chat.completion(prompt="one, two", **settings)
+            await asked.aclose()
+            return [each["stop_token_ids"] for each in loopback.seen]
+
+    assert with_server("vllm", work) == [[1] if ignored else [1, *TOKENIZER.stop_ids]] * 2
+
+
 def asked_of(kind: str, listed: JSON, prompt: Sequence[int], **sampling: JSON) -> list[JSON]:
     """The settings of the requests that one call makes to a server that lists itself like this."""
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 5, None]]}

@@ -40,6 +40,9 @@ LORA_ALPHA = 32
 
 DEFAULT_WINDOW_TOKENS = 4096
 
+_LEAST_TIMES_FREE = 4
+"""How many times the size of merged weights must be free before a sampler merges its adapter into them."""
+
 
 class UserError(Exception):
     """A call that cannot succeed in this form. The client gets the message and does not retry."""
@@ -138,6 +141,7 @@ class BaseModel:
         self.digest = _digest(self.module)
         self.output = OutputLayer(self.module)
         self._memory = PassMemory.of(self.module, pass_memory)
+        self._merged: tuple[PreTrainedModel, PreTrainedModel] | None = None
 
     @property
     def device(self) -> str:
@@ -189,6 +193,22 @@ class BaseModel:
                 torch.manual_seed(lora.seed)
             _add_adapter(module, lora)
         return module
+
+    def merged(self, module: PreTrainedModel) -> PreTrainedModel:
+        """Return a module that samples like `module` and has its adapter in the weights, which is faster by a third. If
+        memory is too short for that, return `module`. Only the last one is kept, since each is as large as the base
+        model. Needs the turn."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if self._merged is not None and self._merged[0] is module:
+            return self._merged[1]
+        self._merged = None
+        layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+        size = sum(layer.get_base_layer().weight.nbytes for layer in layers)
+        if not layers or size * _LEAST_TIMES_FREE > self._memory.free_bytes:
+            return module
+        self._merged = (module, _with_adapter_in_weights(module))
+        return self._merged[1]
 
     def check_ids(self, ids: Iterable[int], what: str) -> None:
         """Raise `UserError` for an id outside the vocabulary, because it would make the whole batch fail."""
@@ -354,23 +374,44 @@ class TrainedModel:
 class SamplingDecoder(TorchDecoder):
     """A decoder that takes turns with the trainer and with other samplers."""
 
-    def __init__(self, module: PreTrainedModel, turns: Turns) -> None:
+    def __init__(self, module: PreTrainedModel, base: BaseModel) -> None:
         super().__init__(module)
-        self._turns = turns
+        self._module, self._base = module, base
 
     def admit(self, *arguments: Any) -> None:
-        with self._turns.turn():
+        with self._base.turns.turn():
+            if not self._ids:
+                self.model = self._base.merged(self._module)
             super().admit(*arguments)
 
     def step(self) -> list[tuple[int, float]]:
-        with self._turns.turn():
+        with self._base.turns.turn():
             return super().step()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        if not self._ids:
+            self.model = self._module  # or each idle sampler would hold weights of its own
 
 
 def _sharing(module: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `module` that shares the module's untrained tensors."""
     frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in [*frozen, *module.buffers()]})
+
+
+def _with_adapter_in_weights(module: PreTrainedModel) -> PreTrainedModel:
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    own = _sharing(module)
+    for path, layer in list(own.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            inner, (name,) = layer.get_base_layer(), layer.active_adapters
+            # A new tensor: the old one is the base model's.
+            inner.weight = torch.nn.Parameter(inner.weight + layer.get_delta_weight(name), requires_grad=False)
+            own.set_submodule(path, inner)
+    return own
 
 
 def _add_adapter(module: PreTrainedModel, lora: LoraSettings) -> None:

@@ -103,7 +103,7 @@ class Sampler:
         ended = _stop_texts(request.stops, tokenizer()) if request.stops else None
         if self._batcher is None:
             self._batcher = Batcher(
-                lambda: SamplingDecoder(self.module, self.base.turns), name="tinker-sampler", most_rows=MOST_ROWS
+                lambda: SamplingDecoder(self.module, self.base), name="tinker-sampler", most_rows=MOST_ROWS
             )
             self._batcher.start()
         seeds = random.Random(request.sampling.seed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
@@ -102,6 +102,12 @@ class _Thread:
 
 async def _directly(function: Callable[[], Any]) -> Any:
     return function()
+
+
+def _stops(settings: Mapping[str, JSON], own: Iterable[int]) -> list[int]:
+    """Return the ids at which a reply ends. The engine gets bare token ids and does not know the template, so without
+    the template's `own` it would sample beyond the end of the turn, which `ignore_eos` asks for."""
+    return list(dict.fromkeys([*(settings.get("stop_token_ids") or ()), *(() if settings.get("ignore_eos") else own)]))
 
 
 def _copied(value: V) -> V:
@@ -230,9 +236,7 @@ class ManagedChat(ChatServer):
         reason = self._declared or opens or SegmentReason.HISTORY_EDIT
         self._declared = None
         settings = {**sampling, **(extra_body or {})}
-        settings["stop_token_ids"] = list(
-            dict.fromkeys([*(settings.get("stop_token_ids") or ()), *self._text.stop_ids])
-        )
+        settings["stop_token_ids"] = _stops(settings, self._text.stop_ids)
         return await self._text.complete(prompt, n, settings, reason, in_thread or _directly)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
@@ -277,9 +281,7 @@ class ManagedChat(ChatServer):
         for key, value in (("temperature", temperature), ("max_tokens", max_tokens), ("max_tokens", limit)):
             if value is not None:
                 settings.setdefault(key, value)
-        # The engine gets bare token ids and does not know the template, so it would sample beyond the end of the turn.
-        stops = settings.get("stop_token_ids") or ()
-        settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
+        settings["stop_token_ids"] = _stops(settings, renderer.stop_ids)
         if n == 1:
             replies = [await self._reply(renderer, messages, settings, opens, in_thread)]
         else:
