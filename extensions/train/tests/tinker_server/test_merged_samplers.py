@@ -75,7 +75,7 @@ def own_logprobs(model: Any, prompt: Sequence[int], row: Sequence[tuple[int, flo
 def test_a_sampler_samples_from_the_trained_model_and_changes_nothing_of_it(base: Any) -> None:
     import torch
 
-    from palaestra_train.tinker.model import SamplingDecoder
+    from palaestra_train.tinker.model import Row, SamplingDecoder
 
     before = {name: tensor.clone() for name, tensor in base.module.named_parameters()}
     model, other = trained(base, 1), trained(base, 2)
@@ -88,6 +88,10 @@ def test_a_sampler_samples_from_the_trained_model_and_changes_nothing_of_it(base
             assert [logprob for _, logprob in row] == pytest.approx(own_logprobs(owner, prompt, row), abs=2e-5)
         each.keep([])
     assert decoder.model is module, "an idle sampler holds no weights of its own"
+    assert base._merged is not None
+    row = Row([5, 6, 7], {"target_tokens": torch.tensor([6, 7, 8])})
+    model.batch([row], "cross_entropy", {}, backward=False)
+    assert base._merged is None, "training has the memory"
     for name, tensor in base.module.named_parameters():
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
 

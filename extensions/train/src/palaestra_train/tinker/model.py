@@ -210,6 +210,13 @@ class BaseModel:
         self._merged = (module, _with_adapter_in_weights(module))
         return self._merged[1]
 
+    def drop_merged(self) -> None:
+        """Free the memory of merged weights, unless a sampler uses them now."""
+        with self.turns.turn():
+            if self._merged is not None:
+                self._merged = None
+                release(self.module.device)
+
     def check_ids(self, ids: Iterable[int], what: str) -> None:
         """Raise `UserError` for an id outside the vocabulary, because it would make the whole batch fail."""
         for number in ids:
@@ -242,6 +249,7 @@ class TrainedModel:
         """
         import torch
 
+        self.base.drop_merged()
         tensors = list(self.trained().values())
         before = [tensor.grad for tensor in tensors]
         for tensor in tensors:
