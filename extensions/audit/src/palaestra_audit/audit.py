@@ -114,7 +114,7 @@ async def _audit(
     form: Form, parsed: RunLine, plan: Plan, progress: Progress, earlier: Audit | None, others: dict[str, str]
 ) -> Audit:
     began = time.monotonic()
-    async with open_trials(form, parsed) as trials:
+    async with open_trials(plan.reference, form, parsed) as trials:
         environment = trials.environment
         tasks = await _chosen(environment, plan)
         audit = Audit(
@@ -444,8 +444,10 @@ def _reworded(texts: dict[str, str], solved: dict[str, str]) -> Iterator[tuple[s
         others.append(name)
 
 
-async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> tuple[Verdict, Trajectory | None]:
-    async with open_trials(form, parsed) as trials:
+async def _replay(
+    reference: str, form: Form, parsed: RunLine, task_id: str, trial: Trial
+) -> tuple[Verdict, Trajectory | None]:
+    async with open_trials(reference, form, parsed) as trials:
         async for task in trials.environment.tasks():
             if task.id == task_id:
                 if trial.world != World():  # the audit prepared the workspace on the task's own machine
@@ -475,4 +477,4 @@ def replay(
             raise
         if missing := missing_settings(audit.secrets, settings, parsed.sources):
             raise ConfigError(hint.format(", ".join(missing)))
-        return asyncio.run(_replay(form, parsed, task.id, finding.trial))
+        return asyncio.run(_replay(audit.reference, form, parsed, task.id, finding.trial))
