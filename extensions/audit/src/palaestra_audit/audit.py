@@ -71,7 +71,8 @@ _LEAST_FORM = 10
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to audit. `tasks` is the maximum number of tasks (None: all), chosen at random with `seed` if it is not
-    None; `budget_s` limits the time in which tasks are begun."""
+    None; `budget_s` limits the time in which tasks are begun. `ids` are the only tasks that are audited, if there are
+    any."""
 
     reference: str
     settings: Sequence[str]
@@ -84,6 +85,7 @@ class Plan:
     jobs: int = 1
     repeats: int = 5
     against: Path | None = None
+    ids: Collection[str] = ()
 
     @property
     def kinds(self) -> list[Kind]:
@@ -180,7 +182,9 @@ async def _audit(
 async def _chosen(environment: Environment, plan: Plan) -> list[Task]:
     """Return the tasks to audit. Raises `ConfigError` if there are none, two with one id, or one whose floor is not a
     number."""
-    tasks = await first_tasks(environment, plan.tasks if plan.seed is None else None, unique=True)
+    tasks = await first_tasks(environment, plan.tasks if plan.seed is None and not plan.ids else None, unique=True)
+    if plan.ids:
+        return [task for task in tasks if task.id in plan.ids]
     if plan.seed is not None and plan.tasks is not None:
         # By digest, so that a larger number of tasks contains the smaller one, and the order of the set is kept.
         ranked = sorted(tasks, key=lambda task: hashlib.sha256(ascii(f"{plan.seed} {task.id}").encode()).digest())

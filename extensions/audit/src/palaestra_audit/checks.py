@@ -722,7 +722,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             places = [each for each in await _copies(slot, data) if not _is_named(each, asked)]
             if places:
                 what = f"{name} of the check stands in {', '.join(places[:3])} before the agent acts"
-                yield Finding(kind=Kind.LEAKS, what=what)
+                yield Finding(kind=Kind.LEAKS, what=what, places=places)
         for path, data in long.items():
             # The same bytes in another file, or in an object of a git repository.
             blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
@@ -733,18 +733,20 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
                 # The task may ask for a copy or another name of this very file.
                 asks = all(_names(_text_of(task.solution), place, path) for place in places)
-                yield Finding(kind=Kind.LEAKS, what=what, note=asks)
+                yield Finding(kind=Kind.LEAKS, what=what, note=asks, places=places)
         for line in await _telling_variables(slot, sign, answer):
             what = f"the variable {line.partition('=')[0]} of the sandbox has the answer"
             yield Finding(kind=Kind.LEAKS, what=what, detail=line)
         for place in await _stating_files(slot, asked, sign) if sign is not None else ():
             what = f"{place} states the answer before the agent acts"
-            yield Finding(kind=Kind.LEAKS, what=what, note=sign is not None and sign.isdigit(), detail=sign or "")
+            unsure = sign is not None and sign.isdigit()
+            yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=sign or "", places=[place])
         texts = [*short, *(data.decode(errors="replace") for data in long.values()), *([sign] if sign else [])]
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"
             named = _names(_text_of(task.solution), place, "")
-            yield Finding(kind=Kind.LEAKS, what=what, note=named or len(text) < _LEAST_COPY, detail=text)
+            unsure = named or len(text) < _LEAST_COPY
+            yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=text, places=[place])
         if answer is not None:
             line = max(answer.strip().split("\n"), key=len)  # for grep, each line of a pattern is one of its own
             # What the task gives the agent to read may have the answer among other things.
@@ -755,7 +757,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
                 what = f"the answer stands in {', '.join(places[:5])} before the agent acts"
                 texts = [await slot.read_text(each, missing="") for each in places]
                 called = any(_is_called_answer(text, line) for text in texts)
-                yield Finding(kind=Kind.LEAKS, what=what, note=not called, detail=answer)
+                yield Finding(kind=Kind.LEAKS, what=what, note=not called, detail=answer, places=places)
     except InfraError:
         raise
     except PalaestraError as error:
