@@ -1,5 +1,6 @@
-"""The clock and the time zone that an environment's own code reads in this process, such as a score that asks for the
-year. The programs of a sandbox see another clock by other means (`trials.py`).
+"""The clock and the time zone that an environment's own code reads in this process.
+
+A score that asks for the year is such code. The programs of a sandbox see another clock by other means (`trials.py`).
 
 Within `own_code_reads`, the modules of the author find other names for `time`, `datetime` and what they import from
 them. In a trial on another machine these give its time; anywhere else, and for all other modules, the real one. So time

@@ -1,6 +1,6 @@
-"""Texts that state an answer of one letter or digit, as the line `Answer: B` does. Does no I/O.
+"""Texts that state an answer of one letter or digit. Does no I/O.
 
-A letter alone says nothing, because every text and every list of choices has it.
+A line such as `Answer: B` does. A letter alone says nothing, because every text and every list of choices has it.
 """
 
 from __future__ import annotations
