@@ -71,7 +71,8 @@ _LEAST_FORM = 10
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to audit. `tasks` is the maximum number of tasks (None: all), chosen at random with `seed` if it is not
-    None; `budget_s` limits the time in which tasks are begun."""
+    None; `budget_s` limits the time in which tasks are begun. `ids` are the only tasks that are audited, if there are
+    any."""
 
     reference: str
     settings: Sequence[str]
@@ -84,6 +85,7 @@ class Plan:
     jobs: int = 1
     repeats: int = 5
     against: Path | None = None
+    ids: Collection[str] = ()
 
     @property
     def kinds(self) -> list[Kind]:
@@ -114,7 +116,7 @@ async def _audit(
     form: Form, parsed: RunLine, plan: Plan, progress: Progress, earlier: Audit | None, others: dict[str, str]
 ) -> Audit:
     began = time.monotonic()
-    async with open_trials(form, parsed) as trials:
+    async with open_trials(plan.reference, form, parsed) as trials:
         environment = trials.environment
         tasks = await _chosen(environment, plan)
         audit = Audit(
@@ -180,7 +182,9 @@ async def _audit(
 async def _chosen(environment: Environment, plan: Plan) -> list[Task]:
     """Return the tasks to audit. Raises `ConfigError` if there are none, two with one id, or one whose floor is not a
     number."""
-    tasks = await first_tasks(environment, plan.tasks if plan.seed is None else None, unique=True)
+    tasks = await first_tasks(environment, plan.tasks if plan.seed is None and not plan.ids else None, unique=True)
+    if plan.ids:
+        return [task for task in tasks if task.id in plan.ids]
     if plan.seed is not None and plan.tasks is not None:
         # By digest, so that a larger number of tasks contains the smaller one, and the order of the set is kept.
         ranked = sorted(tasks, key=lambda task: hashlib.sha256(ascii(f"{plan.seed} {task.id}").encode()).digest())
@@ -444,8 +448,10 @@ def _reworded(texts: dict[str, str], solved: dict[str, str]) -> Iterator[tuple[s
         others.append(name)
 
 
-async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> tuple[Verdict, Trajectory | None]:
-    async with open_trials(form, parsed) as trials:
+async def _replay(
+    reference: str, form: Form, parsed: RunLine, task_id: str, trial: Trial
+) -> tuple[Verdict, Trajectory | None]:
+    async with open_trials(reference, form, parsed) as trials:
         async for task in trials.environment.tasks():
             if task.id == task_id:
                 if trial.world != World():  # the audit prepared the workspace on the task's own machine
@@ -475,4 +481,4 @@ def replay(
             raise
         if missing := missing_settings(audit.secrets, settings, parsed.sources):
             raise ConfigError(hint.format(", ".join(missing)))
-        return asyncio.run(_replay(form, parsed, task.id, finding.trial))
+        return asyncio.run(_replay(audit.reference, form, parsed, task.id, finding.trial))

@@ -72,6 +72,12 @@ def command() -> None:
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result. Default: audits/ENV."
 )
 @click.option("--badge", is_flag=True, help="Also write badge.svg.")
+@click.option(
+    "--patch",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write changes that close findings, if a rule knows one that holds when the changed task is audited again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
 @click.argument("environment", metavar="ENV", shell_complete=complete_environments)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
@@ -88,6 +94,7 @@ def run(
     against: Path | None,
     out: Path | None,
     badge: bool,
+    patch: Path | None,
     as_json: bool,
     environment: str,
     settings: tuple[str, ...],
@@ -107,6 +114,7 @@ def run(
     from palaestra_audit import report
     from palaestra_audit.audit import Plan, audit_environment
     from palaestra_audit.checks import JOBS
+    from palaestra_audit.patches import Patches
 
     environment, others = first_word([environment, *settings], "ENV")
     name = Path(environment).resolve().name if Path(environment).exists() else environment
@@ -133,6 +141,8 @@ def run(
         for line in report.as_text(audit, path):
             click.echo(printable(line))
         click.echo(f"{folder / 'audit.html'} ({time.monotonic() - began:.0f} s)")
+    for line in Patches(audit, plan, patch).write() if patch is not None else ():
+        click.echo(printable(line), err=as_json)
     context.exit(FOUND if not audit.sound else 0 if audit.complete else INCOMPLETE)
 
 

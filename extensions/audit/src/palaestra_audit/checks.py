@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import unified_diff
 from pathlib import PurePosixPath
@@ -36,6 +36,7 @@ from palaestra_audit.cheats.state_changes import Play, named_files
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, reply_variants, variants, wrong_replies
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
+from palaestra_audit.stated_answers import CALLED, single_sign, states, tells
 from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Say, Solution, Task
@@ -692,6 +693,11 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
     left = audited.left.files if audited.left is not None else {}
     made = {path: data for path, data in left.items() if data != audited.before.get(path)}
     long = {path: data for path, data in made.items() if len(data) >= _LEAST_COPY}
+    contents = (data.decode(errors="replace") for data in made.values() if len(data) < _LEAST_COPY)
+    signs = [single_sign(task.answer, audited.reply), *(single_sign(None, each) for each in contents)]
+    sign = next(filter(None, signs), None)
+    for each in _stated_to_agent(audited, sign) if sign is not None else ():
+        yield each
     for path, data in long.items():
         if data.decode(errors="replace").strip() in asked:
             what = f"the whole content of {path}, as the solution leaves it, stands in the prompt"
@@ -705,7 +711,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             yield Finding(kind=Kind.LEAKS, what="the prompt tells what the solution writes", note=True, detail=text)
     checks = audited.trials.environment.check_files(task)
     hidden = {name: data for name, data in checks.items() if len(data) >= _LEAST_COPY}
-    if answer is None and not short and not long and not hidden:
+    if answer is None and sign is None and not short and not long and not hidden:
         yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file")
         return
     snapshot = audited.trials.prepared.get(task.id)
@@ -716,7 +722,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             places = [each for each in await _copies(slot, data) if not _is_named(each, asked)]
             if places:
                 what = f"{name} of the check stands in {', '.join(places[:3])} before the agent acts"
-                yield Finding(kind=Kind.LEAKS, what=what)
+                yield Finding(kind=Kind.LEAKS, what=what, places=places)
         for path, data in long.items():
             # The same bytes in another file, or in an object of a git repository.
             blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
@@ -727,30 +733,72 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
                 # The task may ask for a copy or another name of this very file.
                 asks = all(_names(_text_of(task.solution), place, path) for place in places)
-                yield Finding(kind=Kind.LEAKS, what=what, note=asks)
-        texts = [*short, *(data.decode(errors="replace") for data in long.values())]
+                yield Finding(kind=Kind.LEAKS, what=what, note=asks, places=places)
+        for line in await _telling_variables(slot, sign, answer):
+            what = f"the variable {line.partition('=')[0]} of the sandbox has the answer"
+            yield Finding(kind=Kind.LEAKS, what=what, detail=line)
+        for place in await _stating_files(slot, asked, sign) if sign is not None else ():
+            what = f"{place} states the answer before the agent acts"
+            unsure = sign is not None and sign.isdigit()
+            yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=sign or "", places=[place])
+        texts = [*short, *(data.decode(errors="replace") for data in long.values()), *([sign] if sign else [])]
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"
             named = _names(_text_of(task.solution), place, "")
-            yield Finding(kind=Kind.LEAKS, what=what, note=named or len(text) < _LEAST_COPY, detail=text)
+            unsure = named or len(text) < _LEAST_COPY
+            yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=text, places=[place])
         if answer is not None:
             line = max(answer.strip().split("\n"), key=len)  # for grep, each line of a pattern is one of its own
-            found = await slot.execute(_ANSWERED.format(line=shlex.quote(line)), cwd="/", timeout_s=_WAIT_S)
             # What the task gives the agent to read may have the answer among other things.
-            places = [each for each in found.output.split("\n") if each.strip() and not _is_named(each, asked)]
+            places = await _files_with(slot, asked, f"-wF -e {shlex.quote(line)}")
             if "\n" in answer.strip():
                 places = [each for each in places if answer.strip() in await slot.read_text(each, missing="")]
             if places:
                 what = f"the answer stands in {', '.join(places[:5])} before the agent acts"
                 texts = [await slot.read_text(each, missing="") for each in places]
                 called = any(_is_called_answer(text, line) for text in texts)
-                yield Finding(kind=Kind.LEAKS, what=what, note=not called, detail=answer)
+                yield Finding(kind=Kind.LEAKS, what=what, note=not called, detail=answer, places=places)
     except InfraError:
         raise
     except PalaestraError as error:
         yield Untried(Kind.LEAKS, str(error))
     finally:
         await audited.trials.pool.release(slot)
+
+
+def _stated_to_agent(audited: Audited, sign: str) -> Iterator[Finding]:
+    """Yield where the prompt, or what a tool returns in the reference solution, states an answer of one letter or
+    digit. A tool that runs commands, or that counts, may have it from the work."""
+    if tells(audited.asked, sign):
+        yield Finding(kind=Kind.LEAKS, what="the prompt states the answer", note=True, detail=sign)
+    done = ""
+    for message in audited.rollout.messages if audited.rollout is not None and audited.holds else ():
+        text = str(message.get("content") or "")
+        if message.get("role") == "assistant":
+            done += f"{text}\n{json.dumps(message.get('tool_calls') or '')}\n"
+        elif message.get("role") == "tool" and states(text, sign) and not re.search(rf"(?<!\w){sign}(?!\w)", done):
+            note = audited.tool is not None or sign.isdigit()
+            yield Finding(kind=Kind.LEAKS, what="a tool returns the answer to the agent", note=note, detail=text[:500])
+            return
+
+
+async def _stating_files(slot: Slot, asked: str, sign: str) -> list[str]:
+    found = await _files_with(slot, asked, f"-iE -e {shlex.quote(CALLED)}")
+    return [each for each in found if states(await slot.read_text(each, missing=""), sign)]
+
+
+async def _telling_variables(slot: Slot, sign: str | None, answer: str | None) -> list[str]:
+    """Return the environment variables whose names call their value the answer."""
+    found = await slot.execute("env", cwd="/", timeout_s=_WAIT_S)
+    lines = found.output.split("\n")
+    told = [each for each in lines if answer is not None and _is_called_answer(each, answer.strip())]
+    return told + [each for each in lines if sign is not None and states(each, sign)]
+
+
+async def _files_with(slot: Slot, asked: str, pattern: str) -> list[str]:
+    """Return the files of the task that have a pattern of `grep`, unless the prompt names them."""
+    found = await slot.execute(_SEARCHED.format(pattern=pattern), cwd="/", timeout_s=_WAIT_S)
+    return [each for each in found.output.split("\n") if each.strip() and not _is_named(each, asked)]
 
 
 def _told_lines(before: bytes, after: bytes, asked: str) -> list[str]:
@@ -815,7 +863,10 @@ async def _telling_files(slot: Slot, asked: str, texts: list[str]) -> list[tuple
 
 
 def _has(content: str, text: str) -> bool:
-    """Return whether a file has a text: a short one as a word, a longer one with all of its lines."""
+    """Return whether a file has a text: a letter as its whole content, a short text as a word, a longer one with all of
+    its lines."""
+    if len(text) == 1:
+        return content.strip() == text
     if len(text) < _LEAST_COPY:
         return re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", content) is not None
     lines = {each.strip() for each in content.split("\n")}
@@ -871,12 +922,12 @@ _SAME = (
     _FIND + " -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | sort -u | head -2000 | "
     'while IFS= read -r each; do sha256sum < "$each" 2>/dev/null | grep -q ^{digest} && printf \'%s\\n\' "$each"; done'
 )
-_ANSWERED = (
+_SEARCHED = (
     f"find {WORKSPACE} /tmp /home /root -xdev \\( -name .git -o -name node_modules -o -path '/root/.*' "
     "-o -path '/home/*/.*' -o -path '*/lib/*' -o -path '*/share/*' \\) -prune -o -type f -size -64k -print "
-    "2>/dev/null | head -2000 | tr '\\n' '\\0' | xargs -0 -r grep -IlwF -e {line} 2>/dev/null | head -20"
+    "2>/dev/null | head -2000 | tr '\\n' '\\0' | xargs -0 -r grep -Il {pattern} 2>/dev/null | head -20"
 )
-"""Files of the task, and not of what is installed, that have the answer as words."""
+"""Searches the files of the task, and not those of what is installed."""
 _STORED = (
     _FIND
     + " -type d -name objects -path '*.git/objects' 2>/dev/null | sort -u | head -20 | while IFS= read -r each; do "

@@ -19,10 +19,15 @@ _CODE = (".py", ".ipynb")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
+def code_files(reference: str, form: Form) -> set[Path]:
+    """Return the files of an environment's code."""
+    return {*_named(reference), *_named(form.reference), *_modules_of(form), *_below(Path.cwd())}
+
+
 def code_digests(reference: str, form: Form) -> dict[str, str]:
     """Return the digests of the files of an environment's code, by their paths."""
     found: dict[str, str] = {}
-    for path in {*_named(reference), *_named(form.reference), *_modules_of(form), *_below(Path.cwd())}:
+    for path in code_files(reference, form):
         try:
             found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError:  # such as a module in an archive

@@ -12,6 +12,7 @@ import difflib
 import itertools
 import json
 import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -25,6 +26,7 @@ from palaestra_audit.cheats.hollow_work import (
     parsed,
     without_objects,
 )
+from palaestra_audit.cheats.replies import is_hexadecimal
 
 Files = Mapping[str, bytes | None]
 """Contents by path. None is a file that is removed."""
@@ -339,6 +341,26 @@ def wrong_replies(reply: str) -> Iterator[tuple[str, str]]:
         yield "another last letter", made
     if len(half := reply[: len(reply) // 2].rstrip()) > 1:
         yield "the first half of the reply", half
+    if re.fullmatch(r"-?\w+(\.\w+)?", reply):
+        others = [other for turn in range(1, _AMONG + 1) if (other := _turned(reply, turn)) != reply]
+        # In the middle, because a score may rightly take the first or the last word.
+        yield "the reply among others of its form", ", ".join([*others[: _AMONG // 2], reply, *others[_AMONG // 2 :]])
+
+
+_AMONG = 8
+"""The number of wrong answers among which the right one is given."""
+_ALPHABETS = ("0123456789", string.ascii_lowercase, string.ascii_uppercase)
+_HEXADECIMAL_ALPHABETS = ("0123456789", "abcdef", "ABCDEF")
+
+
+def _turned(word: str, turn: int) -> str:
+    """Return a word of the same form, whose characters stand so many places further in their alphabets."""
+    prefix = "0x" if word[:2].lower() == "0x" else ""
+    table: dict[int, int] = {}
+    for alphabet in _HEXADECIMAL_ALPHABETS if is_hexadecimal(word) else _ALPHABETS:
+        place = turn % len(alphabet)
+        table |= str.maketrans(alphabet, alphabet[place:] + alphabet[:place])
+    return f"{word[: len(prefix)]}{word[len(prefix) :].translate(table)}"
 
 
 def reply_variants(reply: str) -> Iterator[tuple[str, str]]:

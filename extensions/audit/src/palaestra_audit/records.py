@@ -97,7 +97,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Finding(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A fault of a task. A `note` is what an honest reader could dispute. `trial` and `verdict` are the witness, which
     `palaestra audit replay` plays again; findings without one are seen by reading. `wanted` is what a sound task would
-    have scored, and `detail` has a difference of files or other evidence."""
+    have scored, and `detail` has a difference of files or other evidence. `places` are the files of the sandbox that
+    have the solution, if the finding is a leak."""
 
     kind: Kind
     what: str
@@ -105,6 +106,7 @@ class Finding(msgspec.Struct, kw_only=True, omit_defaults=True):
     note: bool = False
     wanted: str = ""
     detail: str = ""
+    places: list[str] = []
     trial: Trial | None = None
     verdict: Verdict | None = None
 

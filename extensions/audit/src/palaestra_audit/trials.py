@@ -23,12 +23,15 @@ from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_an
 from palaestra_audit.cheats.proof import writing
 from palaestra_audit.cheats.replies import actions
 from palaestra_audit.cheats.state_changes import TurnRecorder
+from palaestra_audit.code_digests import code_files
+from palaestra_audit.host_clock import host_clock, own_code_reads
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder
 from palaestra_slots.core.errors import InfraError, SandboxError, TaskError
 from palaestra_slots.core.io.host_process import check_process
 from palaestra_slots.core.types import Blame, Limits, Message, Network, Say, Task, ToolStep
+from palaestra_slots.core.user_code import own_folders
 from palaestra_slots.images.build_once import build_once
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import (
@@ -102,7 +105,8 @@ def _on(world: World) -> Iterator[None]:
     """Make slots on this machine within the block."""
     token = _WORLD.set(None if world == World() else world)
     try:
-        yield
+        with host_clock(world.clock, world.env.get("TZ", "")):
+            yield
     finally:
         _WORLD.reset(token)
 
@@ -300,12 +304,14 @@ class Trials:
 
 
 @asynccontextmanager
-async def open_trials(form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
-    """Yield `Trials` for an environment, which is opened on slots of this machine."""
+async def open_trials(reference: str, form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
+    """Yield `Trials` for an environment, which is opened on slots of this machine. `reference` names it."""
     made = make_pool(parsed.env_config, local=True)
     async with opened_environment(form, parsed, WorldPool(made.config, made.backend)) as (environment, pool):
+        own = {path for path in code_files(reference, form) if not any(map(path.is_relative_to, own_folders()))}
         workspaces = ReadWorkspaces(pool)
         workspaces.read_live(pool.rung)
         turns = TurnRecorder()
         async with policy_runs(environment, pool, workspaces, turns, prepare_once=True) as runs:
-            yield Trials(environment, pool, runs, turns)
+            with own_code_reads(own):
+                yield Trials(environment, pool, runs, turns)

@@ -25,6 +25,7 @@ from palaestra.grading import run_tests
 
 CHECKS = {}
 calls = itertools.count()
+YEAR = datetime.date.today().year  # when the tests were written
 
 
 def check(name):
@@ -211,9 +212,8 @@ async def clamped(task, sandbox, rollout):
 
 @check("swe-bench-pro-72")
 async def next_year(task, sandbox, rollout):
-    year = datetime.date.today().year
-    test = f"from future import is_future\\n\\ndef test_it():\\n    assert is_future({year + 1})\\n"
-    return await passes(sandbox, f"{test}    assert not is_future({year - 6})\\n")
+    test = f"from future import is_future\\n\\ndef test_it():\\n    assert is_future({YEAR + 1})\\n"
+    return await passes(sandbox, f"{test}    assert not is_future({YEAR - 6})\\n")
 
 
 @check("swe-smith-26")

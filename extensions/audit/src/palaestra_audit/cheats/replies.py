@@ -12,11 +12,19 @@ from palaestra_tokens.chat_server import SessionContext
 from palaestra_tokens.engines.scripted import Act, OraclePolicy, Policy, solution_steps, turns_taken
 
 ECHO = Cheat("echo-prompt", "the prompt's own text as the answer", "")
-EVERY_NUMBER = Cheat("every-number", "an answer with all numbers that tools return, and all from 0 to 1000", "")
+EVERY_NUMBER = Cheat(
+    "every-number",
+    "an answer with all numbers that tools return, all from 0 to 1000, and all hexadecimal ones of an answer's form",
+    "",
+)
 REPLIES = (ECHO, EVERY_NUMBER)
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_HEXADECIMAL = re.compile(r"(?<!\w)(0x)?([0-9a-f]+)(?!\w)", re.IGNORECASE)
+_ASKS_HEXADECIMAL = re.compile(r"\bhex|\b0x|\bbase (16|sixteen)\b", re.IGNORECASE)
 _MOST_NUMBERS = 5000
+_MOST_DIGITS = 4
+"""The maximum number of hexadecimal digits of an answer for which all such numbers are listed: 65,536."""
 GOES_ON = "Please go on."
 
 
@@ -48,7 +56,7 @@ class WordlessPolicy(OraclePolicy):
         if (turn := turns_taken(context, messages)) < acts:
             says = isinstance(solution_steps(context.task)[turn], Say)
             return GOES_ON if says else super().act(context, messages)
-        return ", ".join(_numbers(messages)) if self._numbers else "Done."
+        return ", ".join([*_numbers(messages), *_hexadecimals(context.task)]) if self._numbers else "Done."
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
         assert context.task is not None
@@ -56,9 +64,33 @@ class WordlessPolicy(OraclePolicy):
 
 
 def _numbers(messages: Sequence[Message]) -> Sequence[str]:
-    texts = (str(message.get("content")) for message in messages if message.get("role") == "tool")
+    texts = [str(message.get("content")) for message in messages if message.get("role") == "tool"]
     returned = dict.fromkeys(number for text in texts for number in NUMBER.findall(text))
+    returned |= {each[0]: None for text in texts for each in _HEXADECIMAL.finditer(text) if is_hexadecimal(each[0])}
     return [*[*returned][:_MOST_NUMBERS], *(text for text in map(str, range(1001)) if text not in returned)]
+
+
+def is_hexadecimal(word: str, asked: str = "") -> bool:
+    """Return whether a word is a hexadecimal number: by its prefix, by its digits and letters, or because the prompt
+    asks for one."""
+    found = _HEXADECIMAL.fullmatch(word)
+    if found is None:
+        return False
+    mixed = re.search("[a-f]", found[2], re.IGNORECASE) and re.search("[0-9]", found[2])
+    return bool(found[1] or mixed or _ASKS_HEXADECIMAL.search(asked))
+
+
+def _hexadecimals(task: Task) -> Iterator[str]:
+    """Yield all hexadecimal numbers with the form of a task's answer, which is told by its prompt: with or without a
+    prefix, in small or capital letters, with its number of digits."""
+    steps = [] if task.solution is None else solution_steps(task)
+    said = steps[-1].text if steps and isinstance(steps[-1], Say) else ""
+    asked = "\n".join(str(each.get("content")) for each in task.messages())
+    for form in _HEXADECIMAL.finditer(said if task.answer is None else str(task.answer)):
+        if is_hexadecimal(form[0], asked) and len(form[2]) <= _MOST_DIGITS:
+            digits = f"0{len(form[2])}{'X' if form[2] == form[2].upper() != form[2].lower() else 'x'}"
+            yield from (f"{form[1] or ''}{number:{digits}}" for number in range(16 ** len(form[2])))
+            return
 
 
 class FurtherCallsPolicy(OraclePolicy):
