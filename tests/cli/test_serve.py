@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from talking import Talk, group
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra_train.atropos.connection import FeedSettings
 from palaestra_train.atropos.feed import feeding
@@ -95,4 +96,4 @@ def test_a_model_folder_that_is_missing_is_refused_immediately(
     begun = time.monotonic()
     assert main(["serve", "model", model]) == 2
     assert time.monotonic() - begun < 10
-    assert "There is no model folder" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, model)

@@ -29,6 +29,7 @@ from pydantic_core import PydanticUndefined
 
 from gateway.conftest import free_port
 from gateway.echo_model import EchoModel
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
 from palaestra.tools.settings import ToolSettings
@@ -153,7 +154,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_conversations_refuse_the_settings_of_runs(name: str, program: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_options(flag(name), program)
-    assert f"{'reward' if name == 'strict_labels' else name} is a setting of runs" in str(refused.value)
+    assert ("reward" if name == "strict_labels" else name) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -261,7 +262,8 @@ def test_a_flow_of_its_own_refuses_the_settings_of_rollouts(name: str, cls: type
     environment = cls(config, [APIServerConfig()]).as_environment()
     with pytest.raises(ConfigError) as refused:
         asyncio.run(environment.open())
-    assert any(f"{each} has no effect in {cls.__name__}" in str(refused.value) for each in (name, "grading"))
+    assert cls.__name__ in str(refused.value)
+    assert any(each in str(refused.value) for each in (name, "grading"))
     asyncio.run(environment.aclose())
 
 
@@ -344,7 +346,7 @@ def test_a_variable_without_effect_is_reported(
     Path("prompts.jsonl").write_text('{"prompt": "go"}\n')
     main([*DOORS[door], "--policy", "noop", "--show-config"])
     (warning,) = [message for message in caplog.messages if setting in message]
-    assert "ignores settings that it does not have" in warning
+    check_message(warning, setting)
 
 
 @pytest.mark.slots
@@ -367,7 +369,7 @@ def test_a_gateway_refuses_variables_that_choose_a_backend(
 ) -> None:
     monkeypatch.setenv("TERMINAL_ENV", "docker")
     assert main(["gateway", "--home", "home"]) == 2
-    assert "TERMINAL_ENV is docker, but gateway.yaml decides" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "TERMINAL_ENV", "docker", "gateway.yaml")
 
 
 # Settings that only some commands read, or that only change what another setting does.
@@ -659,7 +661,7 @@ def test_settings_do_the_same_in_every_door_and_backend(
     with place(backend, tmp_path, monkeypatch) as flags:
         for door in DOORS:
             if backend == "none":
-                assert "allow_network false has no effect" in play(door, *flags, "--env.allow_network", "false").err
+                assert "allow_network false" in play(door, *flags, "--env.allow_network", "false").err
                 together = [*together, "--env.allow_network", "true"]
                 seen_here["allow_network"] = online
             name = backend if backend in BACKENDS else "local"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.rollouts.journal.reader import Recording
 from palaestra_slots.core.types import Blame
@@ -87,7 +88,7 @@ def test_a_column_that_is_not_there_is_named(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"quest": "x"}\n')
     told("hermes_swe", "rows.jsonl", "--env.dataset_fields", "prompt=question")
-    assert "row 1: no column 'question' for the field 'prompt'. Did you mean quest?" in caplog.text
+    check_message(caplog.messages, "row 1", "'question'", "quest?")
 
 
 UNEVEN = """
@@ -132,7 +133,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
         ("item-2", Blame.TASK, 0),
     ]
     assert [len(group.scored) for group in groups] == [1, 0, 0, 1]
-    assert "item 1 cannot be a task: KeyError: 'prompt' (uneven_env.py, line 20)" in groups[1].error
+    check_message(groups[1].error, "item 1", "KeyError: 'prompt'", "uneven_env.py, line 20")
     assert "format_prompt returned None" in groups[2].error
     assert "4 groups (2 failed)" in capsys.readouterr().err
 
@@ -145,7 +146,7 @@ def test_an_item_that_cannot_be_had_is_one_message(
     command = ["run", "uneven_env.py", "process", "--policy", "noop"]
     assert main(command) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "uneven has no item 0: get_next_item failed with AttributeError" in line
+    check_message(line, "item 0", "get_next_item", "AttributeError")
     assert line.endswith("(uneven_env.py, line 17)")
 
 
@@ -170,7 +171,7 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert main(["run", "an_env.py", "--policy", "noop"]) == 2
     assert said in capsys.readouterr().err
     assert main(["run", "an", "--policy", "noop"]) == 2
-    assert "an_env.py exists here; to run it, use the name an_env.py." in capsys.readouterr().err
+    assert "the name an_env.py" in capsys.readouterr().err
 
 
 BROKEN = """
@@ -295,7 +296,7 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
     for name in ("none", "one", "text"):
         assert found[name].blame is Blame.GRADER
         assert "verifying.verify_and_score_trajectory returned " in found[name].error
-        assert "it must return a number, a bool, a Score or (number, metrics)" in found[name].error
+        assert "Score or (number, metrics)" in found[name].error
 
 
 @pytest.mark.parametrize(

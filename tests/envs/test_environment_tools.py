@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra import Task, environment, tool
 from palaestra.cli.main import main
 from palaestra_contract import HermesAgentEnvConfig
@@ -209,7 +210,7 @@ def test_a_tool_without_a_description_is_refused_when_it_is_declared() -> None:
     def toy() -> Iterator[Task]:
         yield Task(id="one", prompt="?")
 
-    with pytest.raises(ConfigError, match="tool ask needs a docstring"):
+    with raises(ConfigError, "ask"):
 
         @toy.tool
         def ask(question: str) -> str:

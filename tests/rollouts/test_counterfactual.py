@@ -17,6 +17,7 @@ from tree_journals import unpacked
 
 import palaestra
 from envs.agent_script import WITH_META
+from golden_messages import check_message, raises
 from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
 from palaestra.envs.run.library import assembled
@@ -183,7 +184,7 @@ def test_a_prompt_without_the_recorded_tokens_is_found(tmp_path: Path) -> None:
     pieces = [msgspec.structs.replace(piece, ids=piece.ids[::-1]) for piece in turn.sampled[0].pieces]
     other = msgspec.structs.replace(turn, sampled=[msgspec.structs.replace(turn.sampled[0], pieces=pieces)])
     journal.write_bytes(b"".join([*lines[:place], msgspec.json.encode(other) + b"\n", *lines[place + 1 :]]))
-    assert "T1: its prompt does not begin with the tokens" in verify_run(journal).violation
+    check_message(verify_run(journal).violation, "T1")
 
 
 def test_results_that_differ_are_named_and_the_model_sees_the_recorded_ones(tmp_path: Path) -> None:
@@ -375,8 +376,7 @@ def test_the_command_continues_and_resumes(
     assert main(["fork", "last", "000000-two/0", "--turn", "1", "--times", "3"]) == 0
     told = capsys.readouterr()
     first = palaestra.open_run(told.out.strip())
-    assert "1 recorded call to run again" in told.err
-    assert "with the recorded results" in told.err
+    check_message(told.err, "1 recorded call")
     assert [each.reward for each in first.trajectories] == [1.0] * 3
     assert main(["fork", before, "two/0", "--turn", "1", "--times", "2", "--policy", "noop"]) == 0
     second = palaestra.open_run(capsys.readouterr().out.strip())
@@ -399,7 +399,7 @@ def test_another_file_in_the_place_of_the_forks_is_refused(tmp_path: Path) -> No
     assert begins is not None
     other = msgspec.structs.replace(begins, origin=Origin(run_id="x", rollout_id="y", turn=1))
     (fork.path / FORK_NAME).write_bytes(msgspec.json.encode(other))
-    with pytest.raises(ConfigError, match="is not the file of this run"):
+    with raises(ConfigError, FORK_NAME):
         asyncio.run(palaestra.run(lock(), server=Presser(9), resume=fork.path))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 
 ENV = """
@@ -71,7 +72,7 @@ def test_a_check_prints_what_is_to_be_done(
     assert len(shown.out.splitlines()) == 3
     assert "way of judging: outside" in shown.out
     assert "1 task (w0)" in shown.out
-    assert "2 ways of reward hacking score 0" in shown.out
+    check_message(shown.out, "2 ways")
     assert "ok" not in shown.err
     assert main(["env", "check", "my_env.py", *only, "--all"]) == 0
     assert "git-log-all" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from programs import until
 
 from .http_client import Api
@@ -86,7 +87,7 @@ def test_the_variables_lead_to_the_server(tmp_path: Path) -> None:
         assert Api(url, found["E2B_API_KEY"]).create().run("echo here").out == b"here\n"
         second = subprocess.run([*COMMAND, "--port", "0", "--state", str(tmp_path)], capture_output=True, text=True)
         assert second.returncode == 2
-        assert "another server uses the folder" in second.stderr
+        check_message(second.stderr, tmp_path)
 
 
 def test_after_kill_9_nothing_is_left_and_the_next_server_says_so(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_an_agent_that_floods_its_client_is_stopped(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(acp_programs, "MESSAGE_BYTES", 1 << 20)
     rollout, log = played(tmp_path / "a", "_, number, text = opened()\nwork(text)\nprint(9 * 10**6 * chr(34))")
     assert (rollout.reward, rollout.outcome) == (1.0, Outcome.NATURAL), log
-    assert "a message of more than 1 MiB" in log
+    assert "1 MiB" in log
     flood = """
 _, number, text = opened()
 work(text)

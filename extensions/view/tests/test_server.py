@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from recorded import TWO_CALLS, rollout, sky, write_run
 
-from golden_messages import check_message
+from golden_messages import check_message, raises
 from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal
@@ -154,7 +154,8 @@ def test_nothing_outside_the_runs_is_served(tmp_path: Path) -> None:
         assert [each["name"] for each in found["runs"]] == ["env--m/one"]
         for name in ("../outside", str(secret.parent), "env--m/../../outside", "", "env--m/file", "env--m/linked"):
             status, body = await caller.ask("/api/rollouts", {"run": name})
-            assert (status, "does not show a run" in str(body)) == (400, True)
+            assert status == 400
+            check_message(str(body))
         for path in (
             "/page/../server.py",
             "/page/%2e%2e%2fserver.py",
@@ -370,7 +371,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for target in ("empty", "", "nothing"):
-        with pytest.raises(ConfigError, match=r"no run|not a run"):
+        with raises(ConfigError, target):
             open_runs(target)
 
 

@@ -72,7 +72,8 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "~/no-such-model"])
-def test_a_path_is_not_looked_for_elsewhere(name: str) -> None:
+def test_a_path_is_not_looked_for_elsewhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     with raises(ConfigError):
         load_tokenizer(name)
 
@@ -91,7 +92,7 @@ def test_a_home_directory_that_is_not_there_is_one_error() -> None:
 
 def test_a_hub_that_cannot_be_reached_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with raises(ConfigError, "LocalEntryNotFoundError"):
+    with pytest.raises(ConfigError, match="LocalEntryNotFoundError"):
         load_tokenizer("nobody/has-this-model")
 
 

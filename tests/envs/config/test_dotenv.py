@@ -272,7 +272,7 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
             path.mkdir()  # as `python -m venv .env` makes it
             assert read_keys(tmp_path) == {}
             return
-    with pytest.raises(ConfigError, match=r"not a regular file|more than 1 MiB"):
+    with raises(ConfigError, path):
         read_keys(tmp_path)
 
 

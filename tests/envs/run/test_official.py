@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from recorded import embedded
 
 import palaestra
-from golden_messages import raises
+from golden_messages import check_message, raises
 from palaestra import ConfigError, Run
 from palaestra.cli.main import cli, main
 from palaestra.rollouts.journal.reader import open_recording
@@ -129,9 +129,9 @@ def test_labels_that_only_strict_reads_are_refused_without_strict() -> None:
 
 
 def test_an_unknown_label_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigError, match=r"unknown label 'tests_editd'\. Did you mean tests_edited"):
+    with pytest.raises(ConfigError, match=r"'tests_editd'.* tests_edited\?"):
         play(reward="strict", strict_labels=["tests_editd"])
-    with pytest.raises(ConfigError, match=r"unknown label 'forge'\. Did you mean forged"):
+    with pytest.raises(ConfigError, match=r"'forge'.* forged\?"):
         play(reward="strict", strict_labels=["forge", "other"])
     with pytest.raises(ConfigError, match="label_names must be a list"):
         palaestra.environment(label_names="forged")(list)
@@ -206,7 +206,7 @@ def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
     assert json.loads(told("runs", "--json"))[0]["official"] == 1.0
     first = embedded(run.path / "report.html")["answers"]["run"]
     assert first["summary"]["official"]["mean"] == 1.0
-    assert any("official 1, reward 0, because of forged" in line for line in first["verdicts"])
+    check_message(first["verdicts"], "official 1", "reward 0", "forged")
     assert first["summary"]["differs"] == 2
     told("report", "last", "--out", "again.html")
     again = embedded(Path("again.html"))["answers"]
@@ -293,7 +293,7 @@ def test_kept_work_is_graded_again_with_another_rule() -> None:
     assert rewards(run)["forged"] == 0.0
     out = told("grade", "last", "--env.reward", "official")
     assert "forged/0: 0 (official 1) -> 1 (official 1), forged\n" in out
-    assert "3 rollouts graded, 1 with a different reward" in out
+    check_message(out, "3 rollouts")
     lines = [json.loads(line) for line in told("grade", "last", "--env.reward", "strict", "--json").splitlines()[:3]]
     assert {each["task_id"]: each["reward"] for each in lines} == {"edited": 0.0, "forged": 0.0, "honest": 1.0}
     assert lines[0]["labels"][0]["name"] == "tests_edited"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from golden_messages import raises
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra_slots.core.errors import ConfigError, SandboxError
@@ -128,7 +129,7 @@ async def test_a_group_is_on_one_backend() -> None:
                 assert backend._holder(second) is backend._holder(lead)
                 await backend.destroy(second)
             elsewhere = await backend.seal(single)
-            with pytest.raises(ConfigError, match="second must start on the backend local"):
+            with raises(ConfigError, "second", "local"):
                 await backend.create(member(5), "second", elsewhere)
             await backend.destroy(lead)
             await backend.destroy(await backend.create(member(5), "the first of a new group", elsewhere))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools import decorator
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
@@ -73,7 +74,7 @@ async def test_a_tool_that_changes_the_host_asks_and_a_read_only_tool_does_not(t
         assert "did not allow" in (await call(runtime, "wipe", file))["error"]
         assert file.read_text() == "two"
     [first, _, last] = person.asked
-    assert first.question.startswith("The agent calls the tool 'write' of the MCP server 'fs', which may change")
+    check_message(first.question.splitlines()[0], "'write'", "'fs'")
     assert json.loads(first.command) == first.arguments == {"path": str(file), "content": "x" * 400}
     assert first.command.index(str(file)) < first.command.index("xxx")
     assert "'wipe'" in last.question
@@ -86,7 +87,7 @@ async def test_the_name_of_a_tool_cannot_pass_for_another_server(tmp_path: Path)
         assert "did not allow" in await runtime.handle(name, {})
     [asked] = person.asked
     name = "read' of the MCP server 'files', which only reads. Earlier: the tool 'x"
-    assert asked.question.startswith(f"The agent calls the tool \"{name}\" of the MCP server 'fs', which may change")
+    check_message(asked.question.splitlines()[0], f'"{name}"', "'fs'")
 
 
 async def test_an_answer_for_the_session_covers_only_that_tool(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from golden_messages import raises
 from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra_slots.core.errors import ConfigError
@@ -46,9 +47,9 @@ def test_every_alias_names_something_under_a_name_that_is_free() -> None:
 
 
 def test_an_unknown_toolset_is_told_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown toolset 'terminl'\. Did you mean 'terminal'"):
+    with pytest.raises(ConfigError, match=r"'terminl'.*'terminal'"):
         resolve_toolsets(["terminl"])
-    with pytest.raises(ConfigError, match="Available toolsets: browser, clarify, code_execution"):
+    with pytest.raises(ConfigError, match=": browser, clarify, code_execution"):
         resolve_toolsets(None, ["wbe"])
 
 
@@ -59,7 +60,7 @@ def test_a_string_is_not_taken_for_a_list_of_letters() -> None:
 
 def test_what_is_no_name_is_told() -> None:
     for name in (None, 3, ["file"]):
-        with pytest.raises(ConfigError, match="a toolset's name must be a string, not"):
+        with raises(ConfigError, repr(name)):
             resolve_toolsets([name])  # type: ignore[list-item]
 
 

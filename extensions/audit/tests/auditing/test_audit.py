@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra_audit.checks import CHECKS
 from palaestra_audit.records import Audit, Kind, read_audit
@@ -216,7 +217,7 @@ async def right(sandbox):
     assert certain(audit("free_env.py", *both)) == {"a": {Kind.PAYS_FOR_NOTHING}}
     capsys.readouterr()
     assert main(["audit", "free_env.py", "--only", "unsolvable", "--out", "found"]) == 2
-    assert "an audit for other kinds (unsolvable, pays_for_nothing)" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "unsolvable", "pays_for_nothing")
 
 
 def test_bad_input_is_one_error(

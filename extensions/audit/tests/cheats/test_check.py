@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.envs.config.build import make_pool
 from palaestra_audit.cheats.proof import BANK, cheats_named, check_environment
@@ -111,7 +112,7 @@ def test_an_attack_that_the_tool_refuses_fails_the_check(tmp_path: Path) -> None
     proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
     assert not proof.holds
     assert proof.lines[-1].state == "unknown"
-    assert "the agent's tool did not accept the attack" in proof.lines[-1].error
+    check_message(proof.lines[-1].error)
 
 
 def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,7 @@ def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsy
     assert main(["env", "check", str(path), "--only", "stale-reward"]) == 3
     printed = capsys.readouterr().out
     assert "incomplete: " in printed
-    assert "1 not tested (no tool of the agent ran the commands that were tried)" in printed
+    check_message(printed, "1 not tested")
 
 
 ANSWER_ELSEWHERE = """
@@ -170,9 +171,9 @@ def test_another_copy_of_the_answer_is_found_and_named(
     path = tmp_path / "elsewhere_env.py"
     path.write_text(ANSWER_ELSEWHERE.replace("HIDES", repr(hides)))
     assert main(["env", "check", str(path), "--only", "other-copy"]) == 1
-    assert f"other-copy: a: the agent's sandbox has another copy of what the solution changes: {place}" in (
-        capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "other-copy: a: " in printed
+    assert place in printed
 
 
 def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> None:

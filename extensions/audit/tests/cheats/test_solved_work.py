@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra_audit.cheats.proof import Proof, check_environment
 
@@ -268,7 +269,7 @@ def test_each_part_of_a_score_and_each_solution_is_judged_alone(
     assert proof.parts == {"tests": "open", "short": "free"}
     assert main(["env", "check", str(tmp_path / "own_env.py"), "--only", "fake-git"]) == 1
     printed = capsys.readouterr().out
-    assert "solutions[1]: a: it scores 0.5 and lacks short" in printed
+    check_message(printed, "solutions[1]", "0.5", "short")
     assert "free       score short" in printed
 
 
@@ -380,7 +381,7 @@ def test_the_summary_counts_what_was_not_tested(tmp_path: Path, capsys: pytest.C
     only = [word for name in (*HACKS, "fake-git", "git-parent") for word in ("--only", name)]
     assert main(["env", "check", str(path), *only]) == 0
     printed = capsys.readouterr().out
-    assert "2 ways of reward hacking score 0, 6 not tested (the reference solution leaves no Python code)" in printed
+    check_message(printed, "2 ways", "6 not tested")
     assert "not tested code that attacks its tests" in printed
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from golden_messages import check_message, raises
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra_chat.attachments import (
     MAX_IMAGE_BYTES,
@@ -113,7 +114,7 @@ def test_pages_become_text_and_images_and_private_ones_are_refused() -> None:
         assert await with_pages("see", f"@{url}/picture @{url}/picture", allowed) == [
             {"type": "text", "text": "see"}, PART,
         ]  # fmt: skip
-        assert f"only the first {MAX_PAGE_CHARS} of its" in await with_pages("", f"@{url}/long", allowed)
+        check_message(await with_pages("", f"@{url}/long", allowed), MAX_PAGE_CHARS)
         assert await with_pages("no page", "no page", allowed) == "no page"
         for words, problem in (
             (f"@{url}/pdf", "it is a PDF"),
@@ -122,7 +123,7 @@ def test_pages_become_text_and_images_and_private_ones_are_refused() -> None:
         ):
             with pytest.raises(ConfigError, match=problem):
                 await with_pages("", words, allowed)
-        with pytest.raises(ConfigError, match="private or reserved address"):
+        with raises(ConfigError, url):
             await with_pages("", f"@{url}/text")
 
     serve(scene)
@@ -151,7 +152,7 @@ async def test_a_server_without_images_answers_without_them_and_another_model_ge
                     said = [{"type": "text", "text": "say I see"}, PART]
                     ended = await turn(conversation, said)
                     assert (ended.outcome, ended.text) == ("natural", "I see")
-                    assert "echo is not a multimodal model" in notices[0]
+                    check_message(notices[0], "echo")
                     assert (await turn(conversation, "say on")).text == "on"
                     assert images(blind) == [True, False, False]
                     await conversation.close()

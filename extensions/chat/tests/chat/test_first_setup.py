@@ -14,6 +14,7 @@ import yaml
 from chat.chat_process import environment
 from chat.test_one_shot import chat, play
 from chat.test_terminal import CTRL_C, PROMPT, echo_server, finish, seen
+from golden_messages import check_message, raises
 from palaestra_chat.model_servers import (
     PROVIDERS,
     local_servers,
@@ -133,7 +134,7 @@ async def test_servers_are_found_on_ports_and_by_keys(caplog: pytest.LogCaptureF
         port = int(server.url.rpartition(":")[2].partition("/")[0])
         (found,) = await local_servers({"Ollama": port, "nothing": 9})
     assert not caplog.records
-    assert "the port of Ollama" in found.about
+    check_message(found.about, "Ollama")
     assert found.models == ["echo"]
     assert [each.base_url for each in provider_servers({"GROQ_API_KEY": "k"})] == [PROVIDERS["GROQ_API_KEY"][1]]
     assert provider_servers({"GROQ_API_KEY": ""}) == []
@@ -160,7 +161,7 @@ def test_a_model_is_chosen_only_if_it_is_the_only_one() -> None:
 
     assert asyncio.run(scene(["one"])) == "one"
     assert asyncio.run(scene(["one", "two"], model_name="two")) == "two"
-    with pytest.raises(ConfigError, match=r"name a model of .* with --model: it lists .* and 2 more"):
+    with raises(ConfigError, "--model"):
         asyncio.run(scene([f"m{number}" for number in range(12)]))
     assert some(["a", "b", "c"], 2) == "a, b and 1 more"
     assert asyncio.run(with_model(APIServerConfig(base_url="http://127.0.0.1:9"))).model_name == "default"

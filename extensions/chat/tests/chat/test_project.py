@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.tools.builtin.terminal import TERMINAL
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.runtime.runtime import CheckedCall
@@ -114,7 +115,7 @@ async def test_modes_refuse_and_ask_and_remember_for_one_folder(tmp_path: Path) 
                         talk = Conversation.begin(chat, People(approve=approve))
                         assert "Plan mode" in str(await run(talk, "echo x > file"))
                         assert talk.seat.slot is None
-                        assert "Plan mode is on" in server.asked[0]["messages"][-1]["content"]
+                        check_message(server.asked[0]["messages"][-1]["content"], "Plan mode")
                         talk.permissions.switch(Mode.ASK)
                         assert (await run(talk, "echo one"))["exit_code"] == 0
                         if folder == "a":
@@ -126,4 +127,4 @@ async def test_modes_refuse_and_ask_and_remember_for_one_folder(tmp_path: Path) 
                         assert len(asked) == questions
 
     await scene()
-    assert all("may change files in the sandbox" in question for question in asked)
+    assert all("sandbox" in question for question in asked)

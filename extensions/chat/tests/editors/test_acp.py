@@ -14,6 +14,7 @@ import pytest
 from acp import schema
 
 from chat.chat_process import environment
+from golden_messages import check_message
 from palaestra_chat.acp.acp_agent import _content
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
@@ -154,7 +155,7 @@ def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path:
             await agent.prompt(session_id="nothing", prompt=[acp.text_block("hi")])
         with pytest.raises(acp.RequestError) as refused:
             await agent.new_session(cwd=f"{tmp_path}/gone", mcp_servers=[])
-        assert refused.value.data["details"].startswith(f"the folder to work in, {tmp_path}/gone, does not exist")
+        check_message(refused.value.data["details"], f"{tmp_path}/gone")
 
     play(tmp_path, scene)
 
@@ -175,7 +176,7 @@ def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None
             assert file.exists() == (answer == "once")
         question = editor.questions[0]
         assert (question.kind, question.raw_input) == ("other", arguments)
-        assert "'write' of the MCP server 'fs'" in question.title
+        check_message(question.title, "'write'", "'fs'")
         assert str(file) in question.content[0].content.text
 
     play(tmp_path, scene, "--mcp", str(settings))
@@ -220,9 +221,9 @@ def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(t
         for written in (False, True):
             await said(f"call mcp_my_fs_write {json.dumps({'path': str(file), 'content': 'new'})}")
             assert file.exists() == written
-        assert "the tool 'write' of the MCP server 'my_fs'" in editor.questions[0].title
+        check_message(editor.questions[0].title, "'write'", "'my_fs'")
         await said(f"call mcp_my_fs_wipe {json.dumps({'path': str(file)})}")
-        assert "refused this call: no wiping" in str(editor.updates)
+        assert "no wiping" in str(editor.updates)
         assert (file.read_text(), editor.answers) == ("new", [])
 
         old = schema.SseMcpServer(type="sse", name="old", url="http://127.0.0.1:9/sse", headers=[])
@@ -232,7 +233,7 @@ def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(t
         image = acp.image_block("aGVsbG8=", "image/png")
         with pytest.raises(acp.RequestError) as refused:
             await agent.prompt(session_id=session, prompt=[image])
-        assert "not a PNG, JPEG, GIF or WebP image" in str(refused.value.data)
+        check_message(str(refused.value.data))
 
     play(tmp_path, scene)
 
@@ -255,7 +256,7 @@ def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
         with pytest.raises(acp.RequestError) as refused:
             await said(f"say never {'z' * 100_000}")
         assert "/undo removes the message" in str(refused.value.data)
-        assert await said("/undo") == "The last message was undone."
+        check_message(await said("/undo"))
         assert await said("/compact") == "SUMMARY"
         assert await said("say on") == "on"
         listed = await agent.list_sessions(cwd=str(tmp_path))
@@ -305,7 +306,7 @@ def test_an_editor_learns_that_the_reply_filled_the_window_and_the_next_message_
         assert reply.stop_reason == "max_tokens"
         assert len(editor.text()) > 4000
         thoughts = [each.content.text for each in editor.updates if each.session_update == "agent_thought_chunk"]
-        assert "the reply filled the window of model echo" in thoughts[-1]
+        assert "window of model echo" in thoughts[-1]
         assert (await agent.prompt(session_id=session, prompt=[acp.text_block("say more")])).stop_reason == "end_turn"
 
     def endless(messages: Sequence[Message]) -> dict[str, JSON]:
@@ -353,4 +354,4 @@ def test_an_editor_that_is_gone_leaves_what_it_was_told_in_its_log(tmp_path: Pat
 
     log = asyncio.run(go())
     assert "Traceback" not in log
-    assert "The unwritten changes are kept in" in log
+    assert "unwritten changes" in log

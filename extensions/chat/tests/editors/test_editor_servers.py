@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from acp import schema
 
+from golden_messages import check_message
 from palaestra_chat.acp.editor_servers import editor_servers
 from palaestra_slots.core.errors import ConfigError
 
@@ -31,7 +32,7 @@ def test_values_are_literal_and_names_fit_tools(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_of_the_settings_keeps_its_name() -> None:
     notices: list[str] = []
     assert editor_servers([stdio()], {"files"}, notices.append) == {}
-    assert "of the settings is used" in notices[0]
+    check_message(notices[0], "files")
 
 
 @pytest.mark.parametrize(

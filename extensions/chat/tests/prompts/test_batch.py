@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message, raises
 from palaestra import open_run
 from palaestra.cli.main import main
 from palaestra_chat.batch.json_schema import NOT_JSON, JsonSchema
@@ -142,7 +143,7 @@ def test_rows_name_images_in_their_own_folder_only(folder: Path, server: str) ->
     failed = {row["prompt_index"]: str(row["reason"]) for row in rows(folder / "data/images/discarded.jsonl")}
     assert sorted(failed) == [0, 1, 2, 3, 4, 5]
     for number in range(5):
-        assert f"its image {images[number]!r} is neither the name of an image nor a path" in failed[number]
+        check_message(failed[number], repr(images[number]))
     assert "'./here' does not exist" in failed[5]
 
 
@@ -152,8 +153,8 @@ def test_bad_rows_are_gathered_by_cause(folder: Path, server: str) -> None:
         folder / "p.jsonl", *[{"prompt": number} for number in range(5)], *[{"text": "x"}] * 4, {"prompt": "Do 0"}
     )
     done = batch(file, *of(server))
-    assert "5 groups failed (task), first 000000-0-" in done.stderr
-    assert "4 groups failed (task), first 000005-5-" in done.stderr
+    check_message(done.stderr, "5 groups", "000000-0-")
+    check_message(done.stderr, "4 groups", "000005-5-")
     assert done.stderr.count("column 'prompt'") == 4, "each cause when it comes first and at the end"
 
 
@@ -251,7 +252,7 @@ def test_a_sample_is_tried_again_until_it_fits_the_schema(folder: Path, server: 
     assert "terminal" in json.loads((folder / "data/shaped/tools.json").read_text())
     reasons = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/shaped/discarded.jsonl")]
     assert reasons[0][0] == 0
-    assert 'schema: n is not of type "integer"' in reasons[0][1]
+    assert '"integer"' in reasons[0][1]
     assert reasons[1:] == [(0, "the last reply is not JSON"), *[(1, "the last reply is not JSON")] * 3]
 
 
@@ -262,7 +263,7 @@ def test_a_reply_that_only_python_reads_is_not_json(reply: str) -> None:
 
 
 def test_a_schema_for_samples_has_no_pattern_that_cannot_be_read() -> None:
-    with pytest.raises(ConfigError, match="is not a usable JSON schema"):
+    with raises(ConfigError, "s.json"):
         JsonSchema({"properties": {"a": {"pattern": "("}}}, "s.json")
 
 

@@ -242,7 +242,7 @@ def test_the_tokenizer_is_the_one_that_is_named(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_loaded_is_tried_once(tmp_path: Path) -> None:
     env = Sums(BaseEnvConfig(tokenizer_name=str(tmp_path / "later")), [])
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"env\.tokenizer_name: .*later.* With 'none', .* no tokenizer"):
+        with pytest.raises(ConfigError, match=r"env\.tokenizer_name: .*later.*'none'"):
             _ = env.tokenizer
         (tmp_path / "later").mkdir(exist_ok=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import palaestra
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment
@@ -233,7 +234,7 @@ class NamedEnv(AgentEnv):
 def test_the_tool_executor_is_there_from_the_set_up_on(caplog: pytest.LogCaptureFixture) -> None:
     code, (group,) = run(EXECUTOR)
     assert code == 0
-    assert "NamedEnv sets sandbox_image, which only Nomad reads" in caplog.text
+    check_message(caplog.messages, "NamedEnv", "sandbox_image")
     assert [each.reward for each in group.trajectories] == [1.0], group.trajectories[0].error
 
 
@@ -381,11 +382,11 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
     code, groups = run(REFUSED)
     trajectory, by_hook = sorted((group.trajectories[0] for group in groups), key=lambda each: each.task_id)
     assert (code, trajectory.reward, by_hook.reward) == (3, None, None)
-    assert "the image '/nowhere' does not exist" in by_hook.error
+    check_message(by_hook.error, "'/nowhere'")
     assert "every tool that works here: terminal, process" in caplog.text
     assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
     assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
-    assert "1 of the evaluation's tasks got no slot" in caplog.text
+    check_message(caplog.messages, "1 of the evaluation's tasks")
 
 
 @pytest.mark.usefixtures("here")

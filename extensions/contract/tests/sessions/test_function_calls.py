@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import raises
 from palaestra.agent.result import AgentResult
 from palaestra_contract import HermesAgentLoop, get_tool_definitions
 from palaestra_contract.tools.function_calls import ToolSession, use_session
@@ -61,7 +62,7 @@ def test_a_slot_that_nobody_uses_is_ended_and_one_in_use_is_not(session: ToolSes
             time.sleep(0.02)
         assert working.result()["output"] == "done\n"
         assert "serving" in tidy.tasks()
-        with pytest.raises(StaleLease, match=r"made no call for 0\.4 s"):
+        with pytest.raises(StaleLease, match=r"0\.4 s"):
             tidy.handle("terminal", {"command": "ls"}, "idle")
         tidy.release("idle")
         assert call(tidy, "terminal", "idle", command="ls")["output"] == ""
@@ -85,14 +86,12 @@ def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, t
     session.clear_override("a")
     assert call(session, "terminal", "a", command="pwd")["output"] == "/workspace\n"
     session.override("b", {"docker_image": str(tmp_path / "nowhere")})
-    with pytest.raises(
-        TaskError, match=r"no slot can be created for the task b: the image '/.*/nowhere' does not exist"
-    ):
+    with raises(TaskError, "task b", tmp_path / "nowhere"):
         call(session, "terminal", "b", command="pwd")
     session.override("b", {"modal_image": "python:3.11"})
-    with pytest.raises(TaskError, match=r"'python:3\.11' is the name of an image"):
+    with raises(TaskError, "'python:3.11'"):
         call(session, "read_file", "b", path="f")
-    with pytest.raises(ConfigError, match=r"'docker_imag' cannot be overridden for a task\. Did you mean docker_image"):
+    with raises(ConfigError, "'docker_imag'", "docker_image"):
         session.override("c", {"docker_imag": "x"})
 
 

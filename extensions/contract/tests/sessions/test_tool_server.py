@@ -128,7 +128,7 @@ async def test_what_a_client_may_ask() -> None:
         assert (await client.call("t1", "say", {"text": "odd"}))["output"] == "?ä"
         status, refused = await client.post("/execute", {"tool": {"name": "near", "arguments": {"text": "a"}}})
         assert status == 404
-        assert "'near'; it has count, say, hang" in refused["detail"]
+        check_message(refused["detail"], "'near'", "count, say, hang")
         assert (await client.post("/execute", {"tool": []}))[0] == 422
         await clock.pass_by(101.0)
         assert len(server.leases) == 0
@@ -185,7 +185,7 @@ async def test_what_a_server_answers_wrongly_names_it(
 
 async def test_a_server_that_is_not_there_is_named_with_the_way_out(unused: Callable[[], int]) -> None:
     async with executor_at(f"http://127.0.0.1:{unused()}") as executor:
-        with pytest.raises(ToolServerUnavailable, match=r"http://127.*cannot be reached: .*palaestra serve tools"):
+        with pytest.raises(ToolServerUnavailable, match=r"http://127.*palaestra serve tools"):
             await executor.execute("t1", ToolCall("say", {"text": "a"}))
 
 

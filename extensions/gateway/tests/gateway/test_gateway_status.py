@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.conftest import OPEN, a_gateway, until
+from golden_messages import check_message
 from palaestra.cli.main import cli
 from palaestra_gateway.observe import gateway_status
 from palaestra_gateway.observe.gateway_status import read_status, status_lines
@@ -58,7 +59,7 @@ async def test_the_status_has_platforms_queues_and_last_errors(tmp_path):
         assert "no such chat" in status.platforms["picky"].error
         assert status.platforms["loopback"].error == ""
         lines = "\n".join(status_lines(status, running=True))
-        assert "cut: connected, 0 messages to answer, 1 answers to send, 0 refused" in lines
+        check_message(lines, "cut: connected")
         assert "the line is cut" in lines
 
 
@@ -105,6 +106,6 @@ def test_the_command_says_whether_the_gateway_runs(tmp_path):
         finally:
             process.kill()
             await process.wait()
-        assert "The gateway is not running." in await asyncio.to_thread(run)
+        check_message(await asyncio.to_thread(run), "gateway")
 
     asyncio.run(main())

@@ -91,5 +91,5 @@ def test_other_paths_are_refused(path: str) -> None:
 
 @pytest.mark.parametrize("ref", ["--upload-pack=x", "a..b", "HEAD~1", "nothing-like-it"])
 def test_other_refs_are_refused(tmp_path: Path, repository: tuple[str, str], ref: str) -> None:
-    with pytest.raises(TaskError, match=r"commit, branch or tag|name of a commit"):
+    with raises(TaskError, ref):
         checked_out(repository[0], ref, ["tasks/one"], tmp_path / "cache")

@@ -144,7 +144,7 @@ def test_this_machine_is_not_reached_by_any_of_its_names(site: Site, host: str) 
 
 def test_a_redirect_to_a_private_address_is_refused(site: Site) -> None:
     for target in ("http://127.0.0.2:1/", "http://169.254.169.254/latest/meta-data/", "file:///etc/passwd"):
-        with pytest.raises(PageUnreadable, match=r"private or reserved|only http"):
+        with raises(PageUnreadable):
             got(f"{site.url}/redirect/0?to={target}")
 
 

@@ -55,9 +55,9 @@ def test_a_foreign_checkpoint_cannot_delete_or_load_another_folder(
     saved(top, named.format(top=tmp_path), run, name)
     folder = CheckpointFolder(top)
     for use in (folder.find, folder.delete):
-        with pytest.raises(UserError, match="which is not its own"):
+        with pytest.raises(UserError, match="not its own"):
             use("tinker://r/weights/n")
-    with pytest.raises(UserError, match="which is not its own"):
+    with pytest.raises(UserError, match="not its own"):
         folder.sweep()
     assert (victim / "kept").exists()
     assert (top / "r/weights/n.json").exists()
@@ -72,9 +72,9 @@ def test_a_foreign_checkpoint_cannot_lead_out_of_its_folder_by_a_link(at: str, t
     (top / at).rename(elsewhere)
     (top / at).symlink_to(elsewhere)
     folder = CheckpointFolder(top)
-    with pytest.raises(UserError, match="has links to other folders"):
+    with pytest.raises(UserError, match="links to"):
         folder.delete("tinker://r/weights/n")
-    with pytest.raises(UserError, match="has links to other folders"):
+    with pytest.raises(UserError, match="links to"):
         folder.sweep()
     assert elsewhere.exists()
 

@@ -57,8 +57,7 @@ def test_tasks_are_paired_whatever_their_order_and_size() -> None:
     bounds = [2 * (middle + sign * reach) / (1 + square) - 1 for sign in (-1, 1)]
     assert [found.low, found.high] == pytest.approx(bounds, abs=1e-4)
     assert found.winner == 0
-    assert "only one of the runs" in found.undecided
-    assert "the interval contains 0" in found.undecided  # every reason is named, not only the first
+    check_message(found.undecided)  # every reason is named, not only the first
     alone = compared(FIRST[:1], OTHER)
     assert (alone.low, alone.high) == pytest.approx((0.5 * 0.2066 - 0.7934, 0.5 * 0.2066 + 0.7934), abs=1e-4)
 

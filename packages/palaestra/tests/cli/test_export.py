@@ -136,7 +136,7 @@ def test_wrong_usage_says_the_way_out(
 
 def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "none", "--to", "table") == 2
-    assert "there is no run folder" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, tmp_path / "none")
 
 
 def test_a_format_of_ones_own(

@@ -10,6 +10,7 @@ import pytest
 from recorded import embedded
 
 from cli.test_replay import HERE, NOISY, change, palaestra, record
+from golden_messages import check_message
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.finished_run import open_run
 
@@ -67,8 +68,7 @@ def test_a_training_resumes_with_no_server_that_the_folder_names(
     capsys.readouterr()
     assert palaestra("train", "--resume", run) == 2
     said = capsys.readouterr().err
-    assert "was not recorded here" in said
-    assert "specify the model to train" in said
+    check_message(said, "--model")
 
 
 @pytest.mark.slots
@@ -178,7 +178,7 @@ def test_no_line_of_a_journal_breaks_a_reader(folder: Path, capsys: pytest.Captu
     os.truncate(journal, 1 << 40)
     for command in ("status", "report", "verify", "resume"):
         assert palaestra(command, run) == 2
-        assert "a line of more than" in capsys.readouterr().err
+        assert "256 MiB" in capsys.readouterr().err
 
 
 @pytest.mark.slots
@@ -252,7 +252,7 @@ def test_settings_of_a_training_have_a_form(folder: Path, capsys: pytest.Capture
         (run / "training/settings.json").write_text(text)
         capsys.readouterr()
         assert palaestra("train", "--resume", run, "--model", "m") == 2
-        assert "is not a training run" in capsys.readouterr().err
+        assert "training run" in capsys.readouterr().err
 
 
 LOOKING = """

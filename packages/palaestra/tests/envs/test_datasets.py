@@ -114,7 +114,7 @@ def test_an_empty_folder_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the extra `hub` is here")
 def test_a_hub_name_without_the_extra_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"no file or folder 'owner/name'.*\[hub\]"):
+    with pytest.raises(ConfigError, match=r"'owner/name'.*\[hub\]"):
         list(read_rows("owner/name"))
 
 

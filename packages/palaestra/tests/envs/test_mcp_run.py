@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -62,4 +63,4 @@ def test_every_agent_has_the_servers_tools_and_no_record_has_its_key(
     played = json.loads(capsys.readouterr().out)
     assert (played["observations"], played["rewards_equal"], played["differences"]) == (8, 4, [])
     assert run(*flags) == 2
-    assert "cannot read the MCP servers in" in capsys.readouterr().err
+    check_message(capsys.readouterr().err, "MCP")

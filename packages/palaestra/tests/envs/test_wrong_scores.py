@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import palaestra
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
@@ -68,7 +69,7 @@ def test_a_bug_in_the_score_is_not_played_again(bug: str) -> None:
     assert not any(isinstance(event, AttemptDiscarded) for event in events)
     ended = [event.trajectory for event in events if isinstance(event, RolloutEnded)]
     assert [(each.reward, each.blame) for each in ended] == [(None, Blame.GRADER)] * 2
-    assert f"correct the score and run `palaestra grade {journal.parent.name}`" in ended[0].error
+    assert f"`palaestra grade {journal.parent.name}`" in ended[0].error
 
 
 def test_a_check_that_breaks_by_chance_is_played_again_as_before() -> None:
@@ -162,6 +163,6 @@ def test_a_backend_that_cannot_keep_work_goes_on_after_a_failed_check(
         assert ["has no attribute 'nothing'" in each.error for each in found] == [True] * 2
         assert not any("palaestra grade" in each.error for each in found)
         assert main(["run", "my_env.py", "--policy", "oracle", "--backend", "elsewhere", "--keep-workspaces"]) == 2
-        assert "the elsewhere backend cannot keep workspaces" in capsys.readouterr().err
+        check_message(capsys.readouterr().err, "elsewhere")
     finally:
         installed.cache_clear()

@@ -274,5 +274,5 @@ async def test_a_hook_around_the_hook_that_blocks_is_called_once(monkeypatch: py
 @pytest.mark.slow
 async def test_a_loop_that_is_blocked_outside_a_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
-    with pytest.raises(RuntimeError, match=r"has blocked the event loop.*double_async"):
+    with pytest.raises(RuntimeError, match=r"event loop.*double_async"):
         in_two_threads(doubling())

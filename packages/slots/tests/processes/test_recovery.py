@@ -69,7 +69,7 @@ def test_sessions_go_on_in_slots_that_stay(tmp_path: Path) -> None:
             assert (await registry.wait(ends))["exit_code"] == 7
             (lost,) = await registry.list_sessions("gone")
             assert lost["status"] == "lost"
-            assert "was gone after a restart" in lost["error"]
+            assert "was gone" in lost["error"]
             event = await reported(registry)
             assert (event["type"], event["output"]) == ("watch_match", "<b>")
             fresh = await registry.spawn(backend.leases()[0], "true", task_id="t")
@@ -99,7 +99,7 @@ def test_the_same_numbers_in_another_slot_are_another_process(on_backend: OnBack
         registry = ProcessRegistry(checkpoint_path=path)
         assert await registry.recover_from_checkpoint([slot]) == 0
         (lost,) = await registry.list_sessions()
-        assert "is a different process after a restart" in lost["error"]
+        assert "different process" in lost["error"]
         assert (await registry.kill_process(lost["session_id"]))["status"] == "lost"
         assert await registry.kill_all() == 0
         assert (await stranger.status()).running

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -208,7 +209,7 @@ def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     argv += ["--env.group_size=1", "--policy=oracle", "--env.data_path_to_save_groups=groups.jsonl"]
     with caplog.at_level(logging.WARNING):
         assert main(argv) == 3
-    assert "left out: row 2: no column 'question'" in caplog.text
+    check_message(caplog.messages, "row 2", "'question'")
     assert "one: another task" in caplog.text
     assert "row 6: not JSON" in caplog.text
     (line,) = [json.loads(line) for line in Path("groups.jsonl").read_text().splitlines()]

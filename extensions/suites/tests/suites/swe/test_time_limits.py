@@ -117,7 +117,7 @@ def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -
     statuses = {"t.py::add": Status.SKIPPED, "t.py::double": Status.SKIPPED}
     skipped = {"t.py::double": FailedTest("Skipped", "dot is required")}
     before = TestRun(statuses, complete=True, failures=skipped)
-    with pytest.raises(PrepareError, match=r"^2 named tests skipped here \(dot is required\); o__n-1; only 0 of 1"):
+    with raises(PrepareError, "dot is required", "o__n-1"):
         check(before, before, **columns)
 
 

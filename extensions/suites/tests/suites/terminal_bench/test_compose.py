@@ -173,7 +173,7 @@ def test_what_is_refused_beside_the_services(tmp_path: Path, top: str, named: st
 
 def test_what_slots_cannot_keep_apart_or_share_is_refused(tmp_path: Path) -> None:
     apart = "services:\n  main: {networks: [front]}\n  db: {image: x, networks: [back]}\nnetworks: {front: , back: }\n"
-    with pytest.raises(Unsupported, match="keep db and main apart"):
+    with raises(Unsupported, "db and main"):
         read(tmp_path, apart)
     shared = "services:\n  main: {volumes: [v:/v]}\n  db: {image: x, volumes: [v:/w]}\nvolumes: {v: }\n"
     with raises(Unsupported, "main"):

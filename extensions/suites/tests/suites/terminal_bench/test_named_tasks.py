@@ -133,12 +133,10 @@ def test_what_harbor_has_downloaded_is_used(home: Path) -> None:
 
 
 def test_errors_name_the_places_that_were_searched(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"called 'mini@1'. Searched: the folder mini@1; \S+/here/registry.json, which"
-    ):
+    with raises(ConfigError, "'mini@1'", "/here/registry.json"):
         found("mini@1")
     registry(Path(), ("minimal", "1", []))
-    with pytest.raises(ConfigError, match=r"its datasets: minimal\).*minimal.*harbor download mini`"):
+    with raises(ConfigError, "minimal", "harbor download mini`"):
         found("mini")
     with raises(ConfigError, "packages/org/mini"):
         found("org/mini")

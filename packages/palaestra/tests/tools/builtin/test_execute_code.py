@@ -92,7 +92,7 @@ def test_the_printed_program(at_desk: AtDesk) -> None:
 def test_the_number_of_calls_is_limited(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         reply = await run(desk, "from palaestra_tools import todo\nwhile True:\n    todo()\n")
-        assert f"a program may make at most {MAX_CALLS} calls" in reply["output"]
+        assert f"{MAX_CALLS} calls" in reply["output"]
         assert (reply["exit_code"], reply["tool_calls_made"]) == (1, MAX_CALLS)
 
     at_desk(scenario)
@@ -132,7 +132,7 @@ def test_long_requests_and_replies_and_printed_floods_go_through(at_desk: AtDesk
         assert shorter["output_total_chars"] == 9_000 * 21
         assert len(await desk.slot.read_bytes(shorter["full_output_path"])) == 9_000 * 21
         refused = await run(desk, "from palaestra_tools import todo\ntodo('x' * 9_000_000)")
-        assert "RuntimeError: the arguments of a call" in refused["output"]
+        assert "RuntimeError: the arguments" in refused["output"]
 
     at_desk(scenario)
 

@@ -106,7 +106,8 @@ def test_a_terminal_in_the_background(at_desk: AtDesk) -> None:
 def test_what_cannot_be_done_is_told_and_nothing_is_started(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         reply = await desk.call("terminal", command="touch ran", background=True, workdir="nowhere")
-        assert (reply["exit_code"], "nowhere is not a directory" in reply["error"]) == (1, True)
+        assert reply["exit_code"] == 1
+        assert "nowhere is not" in reply["error"]
         for name in ("pty", "notify_on_complete"):
             reply = await desk.call("terminal", command="touch ran", **{name: True})
             assert reply["error"] == f"{name} needs background=true; nothing was run"

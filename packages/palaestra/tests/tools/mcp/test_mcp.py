@@ -99,7 +99,7 @@ async def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() 
             failed = await agent.call("fail", why="no reason")
             assert "fail" in failed["error"]
             pids = [int(await agent.output("pid")), int(await agent.output("child"))]
-            with pytest.raises(ToolServerUnavailable, match=r"'test' ended during a call of die(?s:.*)I am dying"):
+            with pytest.raises(ToolServerUnavailable, match=r"'test' .*die(?s:.*)I am dying"):
                 await agent.call("die")
             assert await agent.output("die_once", marker=marker) == "second time"
             assert living(*pids) == []  # the child too, which had left the server's group
@@ -137,7 +137,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_to
         f"import os, sys, time; open({str(told)!r}, 'w').write(str(os.getpid())); "
         "print('warming up', file=sys.stderr, flush=True); time.sleep(600)"
     )
-    with pytest.raises(ToolServerUnavailable, match=r"not ready after 6 s; raise its connect_timeout(?s:.*)warming up"):
+    with pytest.raises(ToolServerUnavailable, match=r" 6 s.*connect_timeout(?s:.*)warming up"):
         async with agent_of(command=sys.executable, args=["-S", "-c", program], connect_timeout=6):
             pass
     assert living(int(told.read_text())) == []
@@ -179,7 +179,7 @@ async def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_g
                 assert await hasty.call("wait") == {"error": "The tool did not answer within 0.2 s."}
             assert await asyncio.gather(agent.output("wait"), agent.output("release")) == ["released", "ok"]
             os.kill(int(await agent.output("pid")), signal.SIGKILL)
-            with pytest.raises(ToolServerUnavailable, match=f"'test' .*{url}.*could not be opened"):
+            with pytest.raises(ToolServerUnavailable, match=f"'test' .*{url}"):
                 await agent.call("add", a=1, b=2)
 
 

@@ -204,7 +204,7 @@ def test_writing_over_what_is_no_file_is_a_plain_error(with_slot: WithSlot, path
 def test_a_file_that_is_too_large_is_refused_with_the_limit(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute("truncate -s 1T sparse; echo abc > small")
-        with pytest.raises(OSError, match="1099511627776 bytes is more than the limit of 67108864") as raised:
+        with pytest.raises(OSError, match=r"1099511627776 .* 67108864") as raised:
             await slot.read_bytes("sparse")
         assert raised.value.errno == errno.EFBIG
         with pytest.raises(OSError, match="limit of 3"):

@@ -25,7 +25,8 @@ async def test_what_was_left_out_is_there_for_commands_and_for_the_holder(rung: 
         result = await slot.execute("seq 100000", max_output_bytes=100)
         path = result.metadata["full_output_path"]
         assert result.metadata["full_output_bytes"] == 588_895
-        assert f"588795 of 588895 bytes left out; the whole output is in {path}" in result.output
+        assert "588795 of 588895 bytes" in result.output
+        assert path in result.output
         assert (await slot.execute(f"md5sum < {path}; seq 100000 | md5sum; : >> {path}")).output.count(" -\n") == 2
         assert (await slot.read_text(path)).endswith("\n100000\n")
         assert await slot.changes() == [] or rung is Rung.CONFINED

@@ -137,5 +137,5 @@ def test_names_have_the_defaults_of_docker(text: str, full: str) -> None:
      f"a/{'b' * 256}", "oras://ghcr.io/a/b", "name:" + "t" * 129],
 )  # fmt: skip
 def test_other_texts_name_no_image_of_a_registry(text: str) -> None:
-    with pytest.raises(ImageError, match="not the name of an image in a registry"):
+    with pytest.raises(ImageError, match="image in a registry"):
         image_name(text)

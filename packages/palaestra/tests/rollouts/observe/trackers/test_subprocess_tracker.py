@@ -168,7 +168,7 @@ def test_a_failure_at_the_very_end_is_said_too(tmp_path: Path) -> None:
         tracker.log(1, {"a": 1.0})
 
     (note,) = with_child(tmp_path, "import sys; sys.stdin.read(); raise SystemExit('could not sync')", use)
-    assert "has failed: could not sync" in note
+    check_message(note, "could not sync")
 
 
 def test_a_child_that_does_not_read_costs_no_memory_and_is_ended(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ async def test_a_cut_download_continues_where_it_was_cut(registry: Registry, tmp
 
         PulledImages(tmp_path).remove([image_name(name)])
         at.cuts[:], at.ranges[:] = [MIB, 0, 0, 0, 0, 0], []
-        with pytest.raises(PullError, match=r"of \d+ bytes .* pull the image again to continue from there"):
+        with pytest.raises(PullError, match=r"of \d+ bytes .* pull the image again"):
             await pull.image(name)
         assert PulledImages(tmp_path).images() == []
         (partial,) = (path for path in (tmp_path / "partial").iterdir() if path.stat().st_size)
@@ -305,7 +305,7 @@ def test_only_this_machine_is_asked_over_http(tmp_path: Path) -> None:
 
     for plain in (False, True):
         pull = Pull(PulledImages(tmp_path), RegistryAccess(plain_http=plain, proxy=proxy), retry=RetryPolicy(1))
-        with pytest.raises(PullError, match=r"the connection to https?://registry\.example failed"):
+        with pytest.raises(PullError, match=r"https?://registry\.example"):
             asyncio.run(pull.image("registry.example:5000/name"))
     assert asked == [("https", "registry.example"), ("http", "registry.example")]
 

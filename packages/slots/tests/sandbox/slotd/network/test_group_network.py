@@ -87,7 +87,7 @@ def test_a_name_can_be_used_again_when_the_group_has_ended(on_each_rung: WithSlo
     async def body(backend: LocalBackend, _: Slot) -> None:
         for _ in range(3):
             slots = [await backend.create(member("again", number), "a") for number in (2, 3)]
-            with pytest.raises(SandboxError, match="another slot of the group has its number 3"):
+            with pytest.raises(SandboxError, match="number 3"):
                 await backend.create(member("again", 3), "the same number")
             async with slots[0].fork() as fork:
                 assert await ask(fork, "198.19.0.3", "80") == ["OSError"], "a fork is in no group"
@@ -115,7 +115,7 @@ def test_a_level_without_namespaces_has_no_groups(slot_servers: SlotServers) -> 
 async def test_a_pool_leases_a_group_at_once_and_ends_it_together() -> None:
     async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
         single = await pool.acquire("single")
-        with pytest.raises(ConfigError, match="needs 4 slots together, but the pool has 3"):
+        with raises(ConfigError, 4, 3):
             await pool.acquire("too large", spec=member("a", 2, 4))
         with pytest.raises(AcquireTimeout):
             await pool.acquire("group", spec=member("", 2, 3), timeout_s=0.05)
