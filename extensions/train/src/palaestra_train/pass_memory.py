@@ -46,6 +46,12 @@ class PassMemory:
     free_bytes: float
     sharing_bytes: float = 0.0
     least_token_bytes: float = 0.0
+    shared_token_bytes: float = 0.0
+    """The memory of a token of a common beginning, which has no logits."""
+    repeated_token_bytes: float = 0.0
+    """What each row adds for such a token: its keys and values, and their gradient."""
+    most_sharing_bytes: float = 0.0
+    """The most bytes of a pass if a beginning is so long that two rows would not fit into `sharing_bytes`."""
 
     @classmethod
     def of(cls, module: Any, most_gib: float | None = None) -> PassMemory:
@@ -59,11 +65,26 @@ class PassMemory:
         if most_gib is not None:
             most = sharing = most_gib * GIB
         kept, least = ACTIVATIONS * hidden * layers, (ACTIVATIONS + layers) * hidden
-        return cls(4.0 * (logits + kept), most, free, sharing, 4.0 * (logits + least))
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        repeated = 4 * hidden * layers * heads / config.num_attention_heads
+        return cls(
+            token_bytes=4.0 * (logits + kept),
+            most_bytes=most,
+            free_bytes=free,
+            sharing_bytes=sharing,
+            least_token_bytes=4.0 * (logits + least),
+            shared_token_bytes=4.0 * kept,
+            repeated_token_bytes=4.0 * repeated,
+            most_sharing_bytes=sharing if most_gib is not None else max(sharing, free / 2),
+        )
 
     def rows_beside(self, shared: int, length: int) -> int:
         """Return how many rows fit into one pass, each of `length` tokens after a common beginning of `shared`."""
-        return int((self.sharing_bytes / self.token_bytes - shared) / max(1, length))
+        beginning = self.shared_token_bytes * shared
+        row = self.token_bytes * max(1, length) + self.repeated_token_bytes * shared
+        rows = int((self.sharing_bytes - beginning) / row)
+        # A long beginning that is computed for each row takes many times as long.
+        return rows if rows > 1 else max(0, int((self.most_sharing_bytes - beginning) / row))
 
     def must_recompute(self, length: int) -> bool:
         """Return whether the layers of a row are computed again, because its pass is larger than any pass should be."""

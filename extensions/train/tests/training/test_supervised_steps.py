@@ -148,6 +148,19 @@ def test_passes_hold_as_many_rows_as_their_memory_allows(most_gib: float, expect
     assert list(memory.passes([])) == []
 
 
+@pytest.mark.parametrize(
+    ("shared", "rows"),
+    [(0, 53), (100, 39), (1000, 3), (1500, 4), (3000, 0)],
+    ids=["nothing in common", "short", "long", "half of the free memory", "too long"],
+)
+def test_rows_beside_a_common_beginning(shared: int, rows: int) -> None:
+    memory = PassMemory(
+        token_bytes=2e6, most_bytes=GIB, free_bytes=8 * GIB, sharing_bytes=2 * GIB, shared_token_bytes=1.6e6,
+        repeated_token_bytes=1e5, most_sharing_bytes=3 * GIB,
+    )  # fmt: skip
+    assert memory.rows_beside(shared, 20) == rows
+
+
 def test_a_row_that_cannot_be_trained_is_refused_before_the_memory_is_full() -> None:
     memory = PassMemory(token_bytes=2e6, most_bytes=GIB, free_bytes=0.5 * GIB)
     with pytest.raises(ConfigError, match=r"400 tokens .*0\.7 GiB.*--trainer tinker"):
