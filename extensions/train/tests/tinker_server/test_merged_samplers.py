@@ -105,3 +105,13 @@ def test_the_adapter_stays_beside_the_weights_if_memory_is_short(base: Any, monk
     monkeypatch.setattr(base, "_merged", None)
     assert base.merged(module) is module
     assert base.merged(base.module) is base.module, "without an adapter there is nothing to merge"
+
+
+def test_weights_of_half_precision_would_round_the_adapter_away(base: Any) -> None:
+    from palaestra_train.tinker.model import BaseModel, SamplingDecoder
+
+    half = BaseModel(base.source, device="cpu", dtype="bfloat16")
+    module = trained(half, 4).snapshot()
+    decoder = SamplingDecoder(module, half)
+    assert len(sampled(decoder, 2)) == len(PROMPTS)
+    assert decoder.model is module

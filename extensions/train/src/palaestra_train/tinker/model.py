@@ -196,16 +196,19 @@ class BaseModel:
 
     def merged(self, module: PreTrainedModel) -> PreTrainedModel:
         """Return a module that samples like `module` and has its adapter in the weights, which is faster by a third. If
-        memory is too short for that, return `module`. Only the last one is kept, since each is as large as the base
-        model. Needs the turn."""
+        memory is too short for that, or weights of half precision would round an adapter's changes away, return
+        `module`. Only the last one is kept, since each is as large as the base model. Needs the turn."""
+        import torch
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if self._merged is not None and self._merged[0] is module:
             return self._merged[1]
         self._merged = None
         layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-        size = sum(layer.get_base_layer().weight.nbytes for layer in layers)
-        if not layers or size * _LEAST_TIMES_FREE > self._memory.free_bytes:
+        weights = [layer.get_base_layer().weight for layer in layers]
+        size = sum(each.nbytes for each in weights)
+        exact = weights and all(each.dtype is torch.float32 for each in weights)
+        if not exact or size * _LEAST_TIMES_FREE > self._memory.free_bytes:
             return module
         self._merged = (module, _with_adapter_in_weights(module))
         return self._merged[1]
