@@ -104,6 +104,11 @@ def test_repeated_turns_leave_the_recorded_state_and_not_their_own() -> None:
     assert state.value == {"drawn": 1}
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where runs are written
+
+
 def shop() -> Any:
     @environment(toolsets=[])
     def shop() -> Iterator[Task]:
@@ -112,8 +117,7 @@ def shop() -> Any:
     return shop
 
 
-def test_tools_and_scores_share_the_state_of_their_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_tools_and_scores_share_the_state_of_their_rollout() -> None:
     made = shop()
 
     @made.state
@@ -258,8 +262,7 @@ def four(state):
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3])
-def test_a_resumed_rollout_has_the_recorded_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_rollout_has_the_recorded_state(tmp_path: Path, turn: int) -> None:
     Path("my_env.py").write_text(DRAWING)
     run = ["run", "my_env.py", "--policy", "oracle"]
     assert main(run) == 0
@@ -276,8 +279,7 @@ def test_a_resumed_rollout_has_the_recorded_state(tmp_path: Path, monkeypatch: p
     assert trajectory.reward == 1.0
 
 
-def test_a_fork_has_the_state_of_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_fork_has_the_state_of_its_turn(tmp_path: Path) -> None:
     Path("my_env.py").write_text(DRAWING)
     assert main(["run", "my_env.py", "--policy", "oracle"]) == 0
     (journal,) = tmp_path.glob("runs/*/*/journal.jsonl")
@@ -290,8 +292,7 @@ def test_a_fork_has_the_state_of_its_turn(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slots
-def test_a_kept_workspace_is_graded_again_with_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_kept_workspace_is_graded_again_with_its_state(tmp_path: Path) -> None:
     seen = "async def four(state, sandbox):\n    await sandbox.stat('.')"
     script = DRAWING.replace("toolsets=[]", 'toolsets=["terminal"]').replace("] * 4", ', "true"] * 4')
     script = script.replace("def four(state):", seen)
