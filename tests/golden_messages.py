@@ -26,7 +26,6 @@ _VARIES = [
     (re.compile(r"/tmp/(pytest-of-\w+/pytest-\d+|tmp\w+/t)/(popen-gw\d+/)?[\w.-]+"), "TMP"),  # `t`: `run_suite`'s
     (re.compile(r"/tmp/tmp\w+"), "TMP"),
     (re.compile(re.escape(str(REPOSITORY))), "REPOSITORY"),
-    (re.compile(r"\. The latest run found is \S+"), ""),  # of the folder in which the tests run
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
     (re.compile(r"\b\d{8}T\d{6}Z-[0-9a-f]{4}\b"), "RUN"),
     (re.compile(r"(?<=\.py, line )\d+|(?<=\.py:)\d+(?= )"), "N"),

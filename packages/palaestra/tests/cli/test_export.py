@@ -134,7 +134,8 @@ def test_wrong_usage_says_the_way_out(
     assert captured.out == ""
 
 
-def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)  # the message names the latest run of the current folder
     assert run(tmp_path / "none", "--to", "table") == 2
     check_message(capsys.readouterr().err, tmp_path / "none")
 
