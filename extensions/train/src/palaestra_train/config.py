@@ -22,8 +22,8 @@ CLIPS: dict[LossName, tuple[float, float]] = {
 2507.18071."""
 
 ON_POLICY_NATS, OFF_POLICY_NATS = 0.1, 2.0
-"""The default of `max_difference`. Samplers of the same weights are about 0.03 nats apart on average in bfloat16; other
-weights or another tokenizer are above 0.5."""
+"""The default of `max_difference`. In bfloat16, samplers of the same weights differ by 0.03 to 0.04 nats on average;
+other weights or another tokenizer are above 0.5."""
 
 
 class TrainingConfig(Settings, use_attribute_docstrings=True):
