@@ -696,8 +696,9 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
     contents = (data.decode(errors="replace") for data in made.values() if len(data) < _LEAST_COPY)
     signs = [single_sign(task.answer, audited.reply), *(single_sign(None, each) for each in contents)]
     sign = next(filter(None, signs), None)
-    for each in _stated_to_agent(audited, sign) if sign is not None else ():
-        yield each
+    if sign is not None:
+        for each in _stated_to_agent(audited, sign):
+            yield each
     for path, data in long.items():
         if data.decode(errors="replace").strip() in asked:
             what = f"the whole content of {path}, as the solution leaves it, stands in the prompt"
@@ -737,10 +738,10 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         for line in await _telling_variables(slot, sign, answer):
             what = f"the variable {line.partition('=')[0]} of the sandbox has the answer"
             yield Finding(kind=Kind.LEAKS, what=what, detail=line)
-        for place in await _stating_files(slot, asked, sign) if sign is not None else ():
-            what = f"{place} states the answer before the agent acts"
-            unsure = sign is not None and sign.isdigit()
-            yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=sign or "", places=[place])
+        if sign is not None:
+            for place in await _stating_files(slot, asked, sign):
+                what = f"{place} states the answer before the agent acts"
+                yield Finding(kind=Kind.LEAKS, what=what, note=sign.isdigit(), detail=sign, places=[place])
         texts = [*short, *(data.decode(errors="replace") for data in long.values()), *([sign] if sign else [])]
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"

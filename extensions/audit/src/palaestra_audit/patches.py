@@ -17,9 +17,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import unified_diff
 from pathlib import Path, PurePosixPath
 
+from palaestra.tools.patching.edit_diff import whole_diff
 from palaestra_audit.audit import Plan, audit_environment
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit
 from palaestra_slots.core.errors import PalaestraError
@@ -292,15 +292,9 @@ def _patch(source: Source, change: Change) -> str:
         old, name = source.text(path), f"{source.prefix}{path}"
         if not old or not re.fullmatch(r"[\w.+-][\w.+ /-]*", name, re.ASCII):
             return ""
-        to = "/dev/null" if new is None else f"b/{name}"
-        parts += [f"diff --git a/{name} b/{name}\n", *(["deleted file mode 100644\n"] if new is None else [])]
-        for line in unified_diff(_lines(old), _lines(new or ""), f"a/{name}", to):
-            parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+        mode = "deleted file mode 100644\n" if new is None else ""
+        parts.append(f"diff --git a/{name} b/{name}\n{mode}{whole_diff(old, new, name)}")
     return "".join(parts)
-
-
-def _lines(text: str) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _file_name(task: str, kind: Kind) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from auditing.played_audit import audit
 from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra_audit.checks import CHECKS
@@ -85,11 +86,6 @@ async def right(task, sandbox):
 SOUND = {"sound-code", "sound-text", "floor", "first"}
 KINDS = {"zone": Kind.WORLD, "clock": Kind.WORLD}
 """The kinds of the tasks that are not named after them."""
-
-
-def audit(*argv: str) -> Audit:
-    main(["audit", *argv, "--out", "found"])
-    return read_audit(Path("found/audit.json"))
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from auditing.played_audit import audit
 from palaestra.cli.main import main
 from palaestra_audit.host_clock import host_clock, own_code_reads
-from palaestra_audit.records import Kind, read_audit
+from palaestra_audit.records import Kind
 from palaestra_audit.trials import clock_library
 from palaestra_slots.core.user_code import load_file
 
@@ -117,8 +118,7 @@ async def right(task, sandbox):
 def test_a_score_that_reads_the_clock_itself_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("seasons_env.py").write_text(SCORES)
-    main(["audit", "seasons_env.py", "--only", str(Kind.WORLD), "--out", "found"])
-    found = {task.id: task.findings for task in read_audit(Path("found/audit.json")).tasks}
+    found = {task.id: task.findings for task in audit("seasons_env.py", "--only", str(Kind.WORLD)).tasks}
     assert {name for name, each in found.items() if each} == {"this-year", "time", "zone"}
     assert not any(each.note for findings in found.values() for each in findings)
     assert all("time zone" in each.what for each in found["zone"])

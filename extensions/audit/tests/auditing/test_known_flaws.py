@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.main import main
-from palaestra_audit.records import Audit, Kind, read_audit
+from auditing.played_audit import audit
+from palaestra_audit.records import Kind
 from palaestra_audit.trials import clock_library
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -239,11 +239,6 @@ NOTES = {"leaks/swe-bench-plus"}
 """Flaws that an honest reading could dispute: the prompt may want its own patch."""
 UNBLAMED = {"duplicate/math401-253"}
 """The first of two tasks that are the same."""
-
-
-def audit(*argv: str) -> Audit:
-    main(["audit", *argv, "--out", "found"])
-    return read_audit(Path("found/audit.json"))
 
 
 @pytest.mark.parametrize("kind", [each for each in Kind if each not in (Kind.HACKABLE, Kind.COSTLY)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from auditing.played_audit import audit
 from palaestra.cli.main import main
 from palaestra_audit.patches import (
     Source,
@@ -18,7 +19,7 @@ from palaestra_audit.patches import (
     run_tests_for_exit_code,
     without_leaked_files,
 )
-from palaestra_audit.records import Audit, Finding, Kind, Trial, World, read_audit
+from palaestra_audit.records import Audit, Finding, Kind, Trial, World
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,9 +44,8 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
         path.write_text(content)
 
 
-def audit(*argv: str) -> Audit:
-    main(["audit", *argv, "--out", "found", "--patch", "patches"])
-    return read_audit(Path("found/audit.json"))
+def patched(*argv: str) -> Audit:
+    return audit(*argv, "--patch", "patches")
 
 
 @pytest.mark.slots
@@ -57,7 +57,7 @@ def test_a_patch_takes_a_leaked_file_away_if_the_task_stays_solvable(
     write(Path("tasks/copied"), COPIED)
     # The solution needs the file that has the answer, so a copy of the task without it cannot be solved.
     write(Path("tasks/needed"), {**COPIED, "solution/solve.sh": "#!/bin/bash\npaste /app/old/* > /app/out.txt\n"})
-    found = audit("tasks", "--only", "leaks", "--env.base_image", "host")
+    found = patched("tasks", "--only", "leaks", "--env.base_image", "host")
     assert {task.id for task, each in found.findings() if not each.note} == {"copied", "needed"}
     (patch,) = Path("patches").iterdir()
     assert patch.name == "copied-leaks.patch"
@@ -73,7 +73,7 @@ def test_a_patch_takes_a_leaked_file_away_if_the_task_stays_solvable(
 def test_a_patch_pins_the_time_zone_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("tasks/zone"), IN_ZONE)
-    audit("tasks/zone", "--only", "depends_on_the_world", "--env.base_image", "host")
+    patched("tasks/zone", "--only", "depends_on_the_world", "--env.base_image", "host")
     (patch,) = Path("patches").iterdir()
     subprocess.run(["patch", "-p1", "-d", "tasks/zone", "-i", patch.absolute()], check=True)
     assert "#!/bin/bash\nexport TZ=UTC\n[" in Path("tasks/zone/tests/test.sh").read_text()
@@ -123,7 +123,7 @@ def test_a_patch_of_a_function_environment_takes_one_entry_away(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own_env.py").write_text(COPY)
-    assert any(not each.note for _, each in audit("own_env.py", "--only", "leaks").findings())
+    assert any(not each.note for _, each in patched("own_env.py", "--only", "leaks").findings())
     (patch,) = Path("patches").iterdir()
     assert Path("own_env.py").read_text() == COPY
     subprocess.run(["git", "apply", patch.absolute()], check=True)

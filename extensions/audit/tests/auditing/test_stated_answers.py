@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.main import main
-from palaestra_audit.records import Kind, read_audit
+from auditing.played_audit import audit
+from palaestra_audit.records import Kind
 from palaestra_audit.stated_answers import single_sign, states, tells
 
 
@@ -92,8 +92,10 @@ def test_a_letter_is_leaked_where_the_sandbox_or_the_prompt_states_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("choices_env.py").write_text(CHOICES)
-    main(["audit", "choices_env.py", "--only", str(Kind.LEAKS), "--out", "found"])
-    found = {task.id: {each.note for each in task.findings} for task in read_audit(Path("found/audit.json")).tasks}
+    found = {
+        task.id: {each.note for each in task.findings}
+        for task in audit("choices_env.py", "--only", str(Kind.LEAKS)).tasks
+    }
     assert found == {
         "sound": set(), "file": {False}, "key": {True}, "options": set(), "keys": set(), "told": {True},
         "named": set(), "digit": {True},
@@ -134,8 +136,9 @@ def right(task, rollout):
 def test_a_letter_is_leaked_by_a_tool_that_returns_it_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("quiz_env.py").write_text(QUIZ)
-    main(["audit", "quiz_env.py", "--only", str(Kind.LEAKS), "--out", "found"])
-    found = {task.id: {each.note for each in task.findings} for task in read_audit(Path("found/audit.json")).tasks}
+    found = {
+        task.id: {each.note for each in task.findings} for task in audit("quiz_env.py", "--only", str(Kind.LEAKS)).tasks
+    }
     assert found == {"sound": set(), "leaky": {False}, "graded": set()}
 
 
@@ -157,8 +160,7 @@ def test_a_letter_is_leaked_by_a_variable_that_is_called_the_answer(
         path = Path("tasks/lake", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    main(["audit", "tasks", "--only", str(Kind.LEAKS), "--env.base_image", "host", "--out", "found"])
-    (task,) = read_audit(Path("found/audit.json")).tasks
+    (task,) = audit("tasks", "--only", str(Kind.LEAKS), "--env.base_image", "host").tasks
     assert [(each.what, each.note) for each in task.findings] == (
         [("the variable CORRECT_CHOICE of the sandbox has the answer", False)] if leaks else []
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.main import main
+from auditing.played_audit import audit
 from palaestra_audit.cheats.replies import _hexadecimals, is_hexadecimal
 from palaestra_audit.mutants import wrong_replies
-from palaestra_audit.records import Kind, read_audit
+from palaestra_audit.records import Kind
 from palaestra_slots.core.types import Say, Task
 
 
@@ -67,10 +67,9 @@ def right(task, rollout):
 def test_a_score_that_looks_for_the_answer_among_many_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("numbers_env.py").write_text(ANSWERS)
-    main(["audit", "numbers_env.py", "--only", str(Kind.HACKABLE), "--only", str(Kind.WEAK), "--out", "found"])
     found = {
         task.id: {(each.kind, each.note) for each in task.findings}
-        for task in read_audit(Path("found/audit.json")).tasks
+        for task in audit("numbers_env.py", "--only", str(Kind.HACKABLE), "--only", str(Kind.WEAK)).tasks
     }
     listed, hacked = (Kind.WEAK, True), (Kind.HACKABLE, False)
     assert {name: each for name, each in found.items() if each} == {

@@ -56,7 +56,7 @@ class PassMemory:
     @classmethod
     def of(cls, module: Any, most_gib: float | None = None) -> PassMemory:
         """Return the limit for a model that is loaded: `most_gib`, by default 1/8 GiB on a CPU (2 GiB for rows that
-        share their beginning) and half of the free memory of a GPU."""
+        share their beginning, half of the free memory if it is long) and half of the free memory of a GPU."""
         config = module.config.get_text_config()
         layers, hidden, logits = config.num_hidden_layers, config.hidden_size, LOGITS * config.vocab_size
         # Gradients and the two moments of AdamW come with the first step.

@@ -199,13 +199,11 @@ class BaseModel:
         memory is too short for that, or weights of half precision would round an adapter's changes away, return
         `module`. Only the last one is kept, since each is as large as the base model. Needs the turn."""
         import torch
-        from peft.tuners.tuners_utils import BaseTunerLayer
 
         if self._merged is not None and self._merged[0] is module:
             return self._merged[1]
         self._merged = None
-        layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-        weights = [layer.get_base_layer().weight for layer in layers]
+        weights = [layer.get_base_layer().weight for layer in _adapted(module).values()]
         size = sum(each.nbytes for each in weights)
         exact = weights and all(each.dtype is torch.float32 for each in weights)
         if not exact or size * _LEAST_TIMES_FREE > self._memory.free_bytes:
@@ -413,16 +411,21 @@ def _sharing(module: PreTrainedModel) -> PreTrainedModel:
 
 def _with_adapter_in_weights(module: PreTrainedModel) -> PreTrainedModel:
     import torch
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     own = _sharing(module)
-    for path, layer in list(own.named_modules()):
-        if isinstance(layer, BaseTunerLayer):
-            inner, (name,) = layer.get_base_layer(), layer.active_adapters
-            # A new tensor: the old one is the base model's.
-            inner.weight = torch.nn.Parameter(inner.weight + layer.get_delta_weight(name), requires_grad=False)
-            own.set_submodule(path, inner)
+    for path, layer in _adapted(own).items():
+        inner, (name,) = layer.get_base_layer(), layer.active_adapters
+        # A new tensor: the old one is the base model's.
+        inner.weight = torch.nn.Parameter(inner.weight + layer.get_delta_weight(name), requires_grad=False)
+        own.set_submodule(path, inner)
     return own
+
+
+def _adapted(module: PreTrainedModel) -> dict[str, Any]:
+    """Return the layers that have an adapter, by their paths."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
 def _add_adapter(module: PreTrainedModel, lora: LoraSettings) -> None:
@@ -430,7 +433,7 @@ def _add_adapter(module: PreTrainedModel, lora: LoraSettings) -> None:
 
     targets = adapter_targets(module, lora)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # adapters are never merged here
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # a merged output layer is apart
         inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=LORA_ALPHA, target_modules=targets), module)
 
 

@@ -22,19 +22,24 @@ _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """Return the change of `path` as a unified diff with git's file names, or an empty string if nothing changed. None
-    stands for a missing file. A diff of more than `MAX_DIFF_CHARS` characters is cut, and a note marks the cut."""
-    old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
-    new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
-    old, new = _lines(before), _lines(after)
-    hunks = "".join(_hunks(old, new))
-    if before == after:
-        return ""
-    diff = f"--- {old_name}\n+++ {new_name}\n{hunks}"
+    """Return what `whole_diff` does, for a reply: a diff of more than `MAX_DIFF_CHARS` characters is cut, and a note
+    marks the cut."""
+    diff = whole_diff(before, after, path)
     if len(diff) <= MAX_DIFF_CHARS:
         return diff
     kept = diff[:MAX_DIFF_CHARS].rpartition("\n")[0]
     return f"{kept}\n... [diff cut: {len(diff) - len(kept)} more characters] ...\n"
+
+
+def whole_diff(before: str | None, after: str | None, path: str) -> str:
+    """Return the change of `path` as a unified diff with git's file names, or an empty string if nothing changed. None
+    stands for a missing file."""
+    if before == after:
+        return ""
+    old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
+    new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
+    hunks = "".join(_hunks(_lines(before), _lines(after)))
+    return f"--- {old_name}\n+++ {new_name}\n{hunks}"
 
 
 def _lines(text: str | None) -> list[str]:
