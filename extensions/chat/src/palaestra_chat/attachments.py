@@ -45,7 +45,7 @@ _IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 
 def named_files(text: str) -> list[Path]:
     """Return the existing files that a text names with `@name`, and the images that it names by their path."""
-    named = [path for path in _named(text) if path.is_file()]
+    named = [path for path in _named_paths(text) if path.is_file()]
     return list(dict.fromkeys([*named, *(path for path in _image_paths(text) if _is_image_file(path))]))
 
 
@@ -68,7 +68,7 @@ def _is_image_file(path: Path) -> bool:
 def missing_files(text: str) -> list[Path]:
     """Return the paths that a text names with `@name` and that look like files (they have a suffix or a folder),
     although no such file exists."""
-    return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
+    return [path for path in _named_paths(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
 
 
 def named_pages(text: str) -> list[str]:
@@ -77,7 +77,7 @@ def named_pages(text: str) -> list[str]:
     return list(dict.fromkeys(name for name in names if _ADDRESS.match(name)))
 
 
-def _named(text: str) -> list[Path]:
+def _named_paths(text: str) -> list[Path]:
     named: list[Path] = []
     for exact, bare in _NAMED.findall(text):
         if _ADDRESS.match(exact or bare):
@@ -168,7 +168,7 @@ async def with_pages(content: JSON, named: str, allowed: Iterable[str] = ()) -> 
     if len(addresses) > MAX_PAGES:
         raise ConfigError(f"the message names {len(addresses)} pages; at most {MAX_PAGES} can be attached")
     policy = AddressPolicy(allowed)
-    found = await asyncio.gather(*(_page(address, policy) for address in addresses))
+    found = await asyncio.gather(*(_page_or_image(address, policy) for address in addresses))
     return added(content, [each for each in found if isinstance(each, str)], [
         each for each in found if not isinstance(each, str)
     ])  # fmt: skip
@@ -182,7 +182,7 @@ def added(content: JSON, texts: Sequence[str], parts: Sequence[JSON]) -> JSON:
     return known if len(known) > 1 else text
 
 
-async def _page(address: str, policy: AddressPolicy) -> JSON:
+async def _page_or_image(address: str, policy: AddressPolicy) -> JSON:
     """Return a page as text, or an image as a content part."""
     try:
         fetched = await fetch(address, policy, max_bytes=MAX_IMAGE_BYTES)
@@ -225,12 +225,12 @@ def without_images(messages: Sequence[Message], keeps: Callable[[JSON], bool] = 
     """Return the messages with a text in place of each image that `keeps` does not keep, for a model that does not take
     them."""
     return [
-        {**message, "content": _plain(_parts(message), keeps)} if has_images([message]) else message
+        {**message, "content": _without_images(_parts(message), keeps)} if has_images([message]) else message
         for message in messages
     ]
 
 
-def _plain(parts: Sequence[JSON], keeps: Callable[[JSON], bool]) -> JSON:
+def _without_images(parts: Sequence[JSON], keeps: Callable[[JSON], bool]) -> JSON:
     shown = [{"type": "text", "text": NO_IMAGE} if _is_image(part) and not keeps(part) else part for part in parts]
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in shown):
         return "\n\n".join(str(part["text"]) for part in shown)

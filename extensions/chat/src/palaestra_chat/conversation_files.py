@@ -142,11 +142,11 @@ class ConversationSlots:
 
     async def release(self, slot: Slot) -> None:
         """End the slot and its processes."""
-        await self._service.release(_own(slot))
+        await self._service.release(_unwatched(slot))
 
     async def copy(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the files in the slot. Raises `SandboxError` if it cannot be copied."""
-        return await self._service.pool.checkpoint(_own(slot))
+        return await self._service.pool.checkpoint(_unwatched(slot))
 
 
 def _about_copy(folder: WorkFolder, slot: Slot) -> list[str]:
@@ -164,7 +164,7 @@ def _about_copy(folder: WorkFolder, slot: Slot) -> list[str]:
     return found
 
 
-def _own(slot: Slot) -> Slot:
+def _unwatched(slot: Slot) -> Slot:
     return cast("WatchedSlot", slot).slot
 
 
@@ -269,7 +269,7 @@ class Checkpoints:
         before = 0 if folder is None else folder.written
         if folder is not None:
             left = folder.take_back(point.written, point.refreshed)
-        await self._start(point.snapshot)
+        await self._replace_slot(point.snapshot)
         for later in [number for number in self._points if number >= turn]:
             await self._drop(later)
         if not had_slot and point.snapshot is None and before == point.written:
@@ -280,7 +280,7 @@ class Checkpoints:
             restored += f", also {plural(count, 'change')} in {folder.root}"
         return restored, left
 
-    async def _start(self, snapshot: Snapshot | None) -> None:
+    async def _replace_slot(self, snapshot: Snapshot | None) -> None:
         """Replace the slot with one that starts from this snapshot, or with none."""
         await self._seat.aclose()
         if snapshot is not None:

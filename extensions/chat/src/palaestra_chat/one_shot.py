@@ -251,7 +251,7 @@ def list_conversations(store: ConversationStore, *, as_json: bool, query: str = 
         found = [(match.session.session_id, match.excerpts) for match in store.search(query, limit=20)]
         if as_json:
             return json.dumps([{"id": each, "excerpts": excerpts} for each, excerpts in found])
-        lines = [f"{each}  {_line(excerpts[0]['text']) if excerpts else ''}" for each, excerpts in found]
+        lines = [f"{each}  {_single_line(excerpts[0]['text']) if excerpts else ''}" for each, excerpts in found]
         return "\n".join(lines) or "nothing found"
     rows: list[dict[str, JSON]] = []
     for record in store.conversations():
@@ -265,7 +265,7 @@ def list_conversations(store: ConversationStore, *, as_json: bool, query: str = 
         return json.dumps(rows)
     lines = [
         f"{row['id']}  {day(row['updated_at'])}  {short(row['folder']) if row['folder'] else '-'}  "
-        f"{plural(row['turns'], 'turn'):<7}  {_line(row['title'])}"
+        f"{plural(row['turns'], 'turn'):<7}  {_single_line(row['title'])}"
         for row in rows
     ]
     return "\n".join(lines) or "no conversations yet"
@@ -276,5 +276,5 @@ def day(time_s: float) -> str:
     return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M}"
 
 
-def _line(text: object) -> str:
+def _single_line(text: object) -> str:
     return " ".join(str(text).split())

@@ -134,7 +134,7 @@ class ChatService:
         self.server = server
         self.pool = SlotPool() if pool is None else pool
         self.processes = ProcessRegistry(
-            checkpoint_path=checkpoint, notifications=_Routed(self._report), report_ends=True
+            checkpoint_path=checkpoint, notifications=_Routed(self._route_notification), report_ends=True
         )
         self.conversations: dict[str, OpenConversation] = {}
         """The open conversations by id."""
@@ -293,7 +293,7 @@ class ChatService:
             return []
         return [model.id for model in listed_models(reply.body)] if reply.status == 200 else []
 
-    def _report(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+    def _route_notification(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         conversation = self.conversations.get(session.task_id)
         if conversation is not None:
             conversation.on_process(session, kind, text, exit_code)

@@ -84,7 +84,7 @@ def _trajectories(
         error=redacted(last.error),
         prompt_tokens=sum(int(turn.report.get("prompt_tokens", 0)) for turn in turns),
         completion_tokens=sum(int(turn.report.get("completion_tokens", 0)) for turn in turns),
-        turns=_turns(clean),
+        turns=_turn_records(clean),
         tool_calls_attempted=sum(len(message.get("tool_calls") or ()) for message in clean),
     )
     if not tokens:
@@ -107,13 +107,13 @@ def _trajectories(
                 index=index,
                 messages=messages,
                 ledger=ledger,
-                turns=_turns(messages),
+                turns=_turn_records(messages),
             )
         )
     return found
 
 
-def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
+def _turn_records(messages: Sequence[Message]) -> list[TurnRecord]:
     """Return one record for each model call, without token counts, which the store has only for whole turns."""
     replies = [message for message in messages if message.get("role") == "assistant"]
     return [

@@ -27,10 +27,10 @@ _allowed: ContextVar[bool] = ContextVar("allowed_by_hook", default=False)
 def unless_allowed(ask: Ask) -> Ask:
     """Return `ask`, but a call that a hook has allowed is allowed once, without a question."""
 
-    async def asked(request: ApprovalRequest) -> ApprovalAnswer:
+    async def ask_unless_allowed(request: ApprovalRequest) -> ApprovalAnswer:
         return ApprovalAnswer.ONCE if _allowed.get() else await ask(request)
 
-    return asked
+    return ask_unless_allowed
 
 
 def around_calls(
@@ -69,7 +69,7 @@ class ToolHooks:
         try:
             changed, notes = call, []
             for hook, name in self._matching(self._hooks.before, call):
-                answer = await self._ask(hook, name, BEFORE, changed)
+                answer = await self._run_hook(hook, name, BEFORE, changed)
                 notes += [answer.note] if answer.note else []
                 if answer.arguments is not None:
                     changed = _with_arguments(changed, answer.arguments)
@@ -93,7 +93,7 @@ class ToolHooks:
         """Run the call, then the hooks after it, and add their notes to the result. This is tool middleware."""
         outcome = own = await then(call)
         for hook, name in self._matching(self._hooks.after, call):
-            answer = await self._ask(hook, name, AFTER, call, own)
+            answer = await self._run_hook(hook, name, AFTER, call, own)
             notes = [answer.reason if answer.decision == "deny" else "", answer.note]
             for note in filter(None, notes):
                 outcome = _noted(outcome, note)
@@ -107,7 +107,7 @@ class ToolHooks:
         named = ((hook, hook.name_for(call.tool)) for hook in hooks)
         return [(hook, name) for hook, name in named if name is not None]
 
-    async def _ask(
+    async def _run_hook(
         self, hook: Hook, name: str, event: str, call: CheckedCall, outcome: ToolOutcome | None = None
     ) -> HookAnswer:
         project = self._context.project()

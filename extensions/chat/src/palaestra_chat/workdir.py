@@ -85,8 +85,9 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One file that was written to the folder: its content and mode before, its state after (`_state`), and the
-    directories that were made for it, the outermost first. `lost` means that the content before was not kept."""
+    """One file that was written to the folder: its content and mode before, its state after
+    (`_content_fingerprint`), and the directories that were made for it, the outermost first. `lost` means that the
+    content before was not kept."""
 
     path: str
     before: bytes | None
@@ -188,7 +189,7 @@ class WorkFolder:
                 f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
             )
         await give_identity(slot, self.root)
-        self._listed = await self._list(slot)
+        self._listed = await self._list_workspace(slot)
 
     async def refresh(self, slot: Slot) -> Refreshed:
         """Copy the files into the slot that have changed on this machine and that the agent has not changed, without
@@ -207,7 +208,7 @@ class WorkFolder:
         self._stamps |= {path: stamp for path, stamp in known.items() if history_of(path) is not None}
         if not files and not histories:
             return Refreshed()
-        now = await self._list(slot)
+        now = await self._list_workspace(slot)
         theirs = {path for path in now.keys() | self._listed.keys() if now.get(path) != self._listed.get(path)}
         copied = {path: file for path, file in files.items() if path not in theirs}
         committed = {history_of(path) for path in theirs if _is_history(path)}
@@ -231,7 +232,11 @@ class WorkFolder:
     def _other(self, paths: Iterable[str]) -> dict[str, tuple[bytes | None, int]]:
         """Return the content and the mode of those files of the folder that are not as they were copied."""
         found = {path: self._read(path) for path in paths}
-        return {path: file for path, file in found.items() if _state(path, *file) != self._copied.get(path, "")}
+        return {
+            path: file
+            for path, file in found.items()
+            if _content_fingerprint(path, *file) != self._copied.get(path, "")
+        }
 
     async def _copy_again(self, slot: Slot, files: Mapping[str, tuple[bytes | None, int]]) -> None:
         """Replace these files in the slot by those with this content and mode; a content of None deletes the file."""
@@ -257,10 +262,10 @@ class WorkFolder:
                 f"files that changed in {self.root} could not be copied into the sandbox: "
                 f"{without_middle(done.output.strip(), 300)}"
             )
-        now = await self._list(slot)
+        now = await self._list_workspace(slot)
         for path, (data, mode) in files.items():
             self._refreshed.append((path, self._copied.get(path), self._listed.get(path)))
-            _put(self._copied, path, _state(path, data, mode) or None)
+            _put(self._copied, path, _content_fingerprint(path, data, mode) or None)
             _put(self._listed, path, now.get(path))
 
     def _forget_refreshed(self, refreshed: int) -> None:
@@ -274,7 +279,7 @@ class WorkFolder:
 
     def _all_stamps(self) -> dict[str, tuple[int, int, int]]:
         found = {}
-        for path in _files(self.root, lean=bool(self.lean)):
+        for path in _walk_folder(self.root, lean=bool(self.lean)):
             with contextlib.suppress(OSError):
                 info = path.lstat()
                 if not stat.S_ISDIR(info.st_mode):
@@ -284,7 +289,7 @@ class WorkFolder:
     async def changes(self, slot: Slot) -> list[FolderChange]:
         """Return the files and symlinks of the sandbox that differ from the folder, by path, without those that stay in
         the sandbox. Raises `SandboxError` if there are more changes than may be written back."""
-        now = self._seen = await self._list(slot)
+        now = self._seen = await self._list_workspace(slot)
         paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
         stay = {path for path in paths if generated(path)}
         stay |= await ignored_by_git(slot, [path for path in paths if path not in self._copied and path not in stay])
@@ -306,7 +311,7 @@ class WorkFolder:
         """Return how a file differs from that of the folder; None if it does not. At most `room` bytes are read."""
         entry = self._seen.get(path)
         before, here = self._read(path)
-        problem = CHANGED_HERE if _state(path, before, here) != self._copied.get(path, "") else ""
+        problem = CHANGED_HERE if _content_fingerprint(path, before, here) != self._copied.get(path, "") else ""
         if entry is None:
             return None if before is None else FolderChange(path, "deleted", before, None, 0, problem, here)
         kind = "new" if before is None else "changed"
@@ -438,7 +443,7 @@ class WorkFolder:
             now, here = self._read(last.path)
             change = FolderChange(last.path, "restored", now, last.before, last.mode, mode_before=here)
             problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
-            if _state(last.path, now, here) != last.after:
+            if _content_fingerprint(last.path, now, here) != last.after:
                 problem = CHANGED_HERE
             if not problem and last.path not in left:
                 try:
@@ -457,7 +462,7 @@ class WorkFolder:
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
         self._replace(target, change)
         _put(self._listed, change.path, self._seen.get(change.path))
-        after = _state(change.path, change.after, change.mode)
+        after = _content_fingerprint(change.path, change.after, change.mode)
         self._written.append(_Written(change.path, change.before, change.mode_before, after, made))
         room = MAX_KEPT_BYTES
         for place in range(len(self._written) - 1, -1, -1):
@@ -487,20 +492,20 @@ class WorkFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
             raise
-        self._copied[change.path] = _state(change.path, change.after, change.mode)
+        self._copied[change.path] = _content_fingerprint(change.path, change.after, change.mode)
 
     def _pack(self, archive: Path) -> dict[str, str]:
         """Write the folder's files to a tar archive; returns the state of each."""
         copied: dict[str, str] = {}
         total = 0
         with tarfile.open(archive, "w") as tar:
-            for path in _files(self.root, lean=bool(self.lean)):
+            for path in _walk_folder(self.root, lean=bool(self.lean)):
                 name = path.relative_to(self.root).as_posix()
                 info = tar.gettarinfo(path, name)
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
                 if info.issym():
-                    copied[name] = _state(name, os.fsencode(info.linkname), stat.S_IFLNK)
+                    copied[name] = _content_fingerprint(name, os.fsencode(info.linkname), stat.S_IFLNK)
                 if not (info.isreg() or info.islnk()):
                     tar.addfile(info)
                     continue
@@ -516,7 +521,7 @@ class WorkFolder:
                 copied[name] = fingerprint(name, data)
         return copied
 
-    async def _list(self, slot: Slot) -> dict[str, _Listed]:
+    async def _list_workspace(self, slot: Slot) -> dict[str, _Listed]:
         """Return every file and symlink in the workspace."""
         listed = await _scratch(slot, "list")
         done = await slot.execute(f"{_LIST}{listed}", cwd=WORKSPACE, timeout_s=120)
@@ -593,7 +598,7 @@ def fits(root: Path, *, files: int = MAX_FILES, lean: bool = False) -> bool:
     """Return whether a folder has at most this many files and `MAX_BYTES` bytes. `lean` does not count what a lean copy
     leaves out."""
     count, size = 0, 0
-    for path in _files(root, lean=lean):
+    for path in _walk_folder(root, lean=lean):
         info = path.lstat()
         if stat.S_ISREG(info.st_mode):
             count, size = count + 1, size + info.st_size
@@ -620,7 +625,7 @@ def _left_out(root: Path) -> list[Path]:
     return found[:MOST_UNCOPIED]
 
 
-def _files(root: Path, *, lean: bool) -> Iterator[Path]:
+def _walk_folder(root: Path, *, lean: bool) -> Iterator[Path]:
     """Yield the folders, files and symlinks of a folder, each folder before what is in it."""
     for folder, folders, files in os.walk(root):
         here = Path(folder)
@@ -647,7 +652,7 @@ def _put(files: dict[str, T], path: str, value: T | None) -> None:
         files[path] = value
 
 
-def _state(path: str, data: bytes | None, mode: int) -> str:
+def _content_fingerprint(path: str, data: bytes | None, mode: int) -> str:
     """Return what identifies the content of a file, or the target of a symlink; nothing if there is neither."""
     return f"link to {os.fsdecode(data)}" if data is not None and stat.S_ISLNK(mode) else fingerprint(path, data)
 

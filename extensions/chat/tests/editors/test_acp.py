@@ -15,7 +15,7 @@ from acp import schema
 
 from chat.chat_process import environment
 from golden_messages import check_message
-from palaestra_chat.acp.acp_agent import _content
+from palaestra_chat.acp.acp_agent import _chat_content
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
 
@@ -278,16 +278,16 @@ def test_files_that_an_editor_mentions_have_the_paths_of_the_sandbox(tmp_path: P
     work = tmp_path / "work"
     work.mkdir()
     place = f"{tmp_path}/{address[3:]}" if address.startswith("../") else f"{work}/{address}"
-    said = _content([schema.ResourceContentBlock(type="resource_link", name="it", uri=f"file://{place}")], work)
+    said = _chat_content([schema.ResourceContentBlock(type="resource_link", name="it", uri=f"file://{place}")], work)
     assert said == f"[it]({path.format(parent=tmp_path)})"
     text = schema.TextResourceContents(uri=f"file://{place}", text="x")
-    said = _content([schema.EmbeddedResourceContentBlock(type="resource", resource=text)], work)
+    said = _chat_content([schema.EmbeddedResourceContentBlock(type="resource", resource=text)], work)
     assert said == f'<file name="{path.format(parent=tmp_path)}">\nx\n</file>'
 
 
 def test_other_addresses_stay_as_they_are() -> None:
     for folder in (None, Path("/tmp")):
-        said = _content(
+        said = _chat_content(
             [schema.ResourceContentBlock(type="resource_link", name="it", uri="https://x.org/a%20b")], folder
         )
         assert said == "[it](https://x.org/a%20b)"
@@ -295,7 +295,7 @@ def test_other_addresses_stay_as_they_are() -> None:
 
 def test_a_file_that_is_no_image_is_named_and_refuses_no_message(tmp_path: Path) -> None:
     blob = schema.BlobResourceContents(uri=f"file://{tmp_path}/a.pdf", blob="JVBERi0=", mime_type="application/pdf")
-    said = _content([schema.EmbeddedResourceContentBlock(type="resource", resource=blob)], tmp_path)
+    said = _chat_content([schema.EmbeddedResourceContentBlock(type="resource", resource=blob)], tmp_path)
     assert str(said).startswith("[a.pdf] (application/pdf")
 
 

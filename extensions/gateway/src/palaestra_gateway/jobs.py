@@ -114,7 +114,7 @@ class Jobs:
             at = schedule.after(at)
         if at is not None and at <= now:  # more runs were missed than the loop counts
             at = schedule.after(now)
-        deliver = await self._deliver(job)
+        deliver = await self._delivery_address(job)
         refusal = await self._refusal(job.address.platform, job.user_id)
 
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Jobs:
             row = 0
             why = refusal or (BUSY if _is_busy(connection, job) else DOWN if now - times[-1] > LATE_S else "")
             if not why:
-                row = add_incoming(connection, _message(job, f"{times[-1]:.0f}", deliver), job.session_key, now)
+                row = add_incoming(connection, _job_message(job, f"{times[-1]:.0f}", deliver), job.session_key, now)
             missed = len(times) - (1 if row else 0)
             runs = stored.runs + (1 if row else 0)
             if at is None or (job.repeat is not None and runs >= job.repeat):
@@ -142,7 +142,7 @@ class Jobs:
         if row:
             self._enqueue(job.session_key, job.address, row)
 
-    async def _deliver(self, job: Job) -> ChatAddress | None:
+    async def _delivery_address(self, job: Job) -> ChatAddress | None:
         """Return the chat that gets the answer, or None. A target that is no longer allowed is replaced by the job's
         chat."""
         if job.deliver == LOCAL:
@@ -233,12 +233,12 @@ class Jobs:
     async def _run_now(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         """Run a job once more, in addition to its schedule; its turn follows the turn that requests it."""
         job = await self._job(arguments, run)
-        deliver, now = await self._deliver(job), self._clock.wall()
+        deliver, now = await self._delivery_address(job), self._clock.wall()
 
         def work(connection: sqlite3.Connection) -> int:
             if _is_busy(connection, job):
                 return 0
-            return add_incoming(connection, _message(job, f"{now:.3f}", deliver), job.session_key, now)
+            return add_incoming(connection, _job_message(job, f"{now:.3f}", deliver), job.session_key, now)
 
         row = await self._mailbox.do(work, synced=True)
         if not row:
@@ -313,7 +313,7 @@ def _stem(job: Job) -> str:
     return f"job:{job.id}:"
 
 
-def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
+def _job_message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
     """Return the message of one run. The message's id contains the run's time, so that no run happens twice."""
     skills = f" Read these skills first: {', '.join(job.skills)}." if job.skills else ""
     note = f"Scheduled job {job.title} ({job.schedule}). Perhaps nobody is there to answer questions.{skills}"

@@ -333,7 +333,7 @@ class Mailbox:
 
     async def sessions(self) -> list[SessionRow]:
         query = "select key, conversation, address, last_used from sessions"
-        return [_session(row) for row in await self.do(lambda connection: connection.execute(query).fetchall())]
+        return [_session_row(row) for row in await self.do(lambda connection: connection.execute(query).fetchall())]
 
     async def use_session(self, session: SessionRow) -> None:
         """Store the current conversation and the last use of a session."""
@@ -553,7 +553,7 @@ def _address(chat: str) -> ChatAddress:
 def _find_session(connection: sqlite3.Connection, key: str) -> SessionRow | None:
     query = "select key, conversation, address, last_used from sessions where key = ?"
     row = connection.execute(query, (key,)).fetchone()
-    return None if row is None else _session(row)
+    return None if row is None else _session_row(row)
 
 
 def _next_unsent(connection: sqlite3.Connection, chat: str) -> Unsent | None:
@@ -564,5 +564,5 @@ def _next_unsent(connection: sqlite3.Connection, chat: str) -> Unsent | None:
     return None if row is None else Unsent(row[0], msgspec.msgpack.decode(row[1], type=Outgoing), row[2] != "waiting")
 
 
-def _session(row: Sequence[str | float]) -> SessionRow:
+def _session_row(row: Sequence[str | float]) -> SessionRow:
     return SessionRow(str(row[0]), str(row[1]), _address(str(row[2])), float(row[3]))

@@ -135,16 +135,16 @@ def _span(text: str) -> float | None:
 def _cron(fields: Sequence[str]) -> CronLine:
     minutes, hours, days, months, weekdays = fields
     return CronLine(
-        _values("minute", minutes, 0, 59),
-        _values("hour", hours, 0, 23),
-        _values("day of month", days, 1, 31),
-        _values("month", months, 1, 12, _MONTHS),
-        frozenset(value % 7 for value in _values("day of week", weekdays, 0, 7, _DAYS)),
+        _field_values("minute", minutes, 0, 59),
+        _field_values("hour", hours, 0, 23),
+        _field_values("day of month", days, 1, 31),
+        _field_values("month", months, 1, 12, _MONTHS),
+        frozenset(value % 7 for value in _field_values("day of week", weekdays, 0, 7, _DAYS)),
         either=not days.startswith("*") and not weekdays.startswith("*"),
     )
 
 
-def _values(name: str, text: str, least: int, most: int, names: dict[str, int] | None = None) -> frozenset[int]:
+def _field_values(name: str, text: str, least: int, most: int, names: dict[str, int] | None = None) -> frozenset[int]:
     """Return the values that one field of a cron line lists. Raises `ValueError`."""
     values: set[int] = set()
     for part in text.split(","):

@@ -124,7 +124,7 @@ class Gateway:
                     if waiting is not None and waiting.message.address.platform in self.platforms:
                         self._enqueue(key, waiting.message.address, row)
                 await self._connections.open()
-                self._tasks.start(self._report(), "notices")
+                self._tasks.start(self._post_reports(), "notices")
                 self._tasks.start(self._tasks.retried(self._sessions.sweep, "the check of idle sessions"), "sweep")
                 self._tasks.start(self._tasks.retried(self.jobs.run_due, "the check of scheduled jobs"), "jobs")
                 self._tasks.start(self._tasks.retried(self._keeper.keep, "the storing of the status"), "status")
@@ -274,7 +274,9 @@ class Gateway:
         try:
             notes = await self._sessions.begin(session, waiting)
             command = None if message.job else commands.parse(message.said)
-            answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
+            answer = await (
+                self._turn(session, message) if command is None else self._run_command(command, session, message)
+            )
             answer.texts[:0] = [*notes, f"(Scheduled job {message.job}:)"] if message.job else notes
             outgoing = outgoing_messages(message, answer, self.platforms)
         except PalaestraError as error:
@@ -295,7 +297,7 @@ class Gateway:
         """Return the user id of a conversation's owner, without the platform."""
         return self.chat.store.find(conversation).user.partition(":")[2]
 
-    async def _report(self) -> None:
+    async def _post_reports(self) -> None:
         """Send reports from conversations outside of turns."""
         while True:
             address, text = await self._sessions.reports.get()
@@ -310,19 +312,19 @@ class Gateway:
         async with self._typing(message.address):
             if session.stopped:
                 return AnswerParts(["Stopped before it began."])
-            content = again if again is not None else await self._content(conversation, message)
+            content = again if again is not None else await self._message_content(conversation, message)
             ended = None
             async with aclosing(conversation.send(content, message_id=message.message_id)) as events:
                 async for event in events:
                     if isinstance(event, TurnEnded):
                         ended = event
                     else:
-                        await self._show(session, message, event)
+                        await self._show_event(session, message, event)
             session.doing = ""
             assert ended is not None  # the last event of every turn
             return await self._answer_of(session, conversation, message, ended)
 
-    async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
+    async def _message_content(self, conversation: Conversation, message: Incoming) -> JSON:
         text, address = message.text, message.address
         if message.subject:
             text = f"Subject: {message.subject}\n\n{text}"
@@ -333,7 +335,7 @@ class Gateway:
             lines = await files.put_uploads(await conversation.seat.sandbox(), message)
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
-    async def _show(self, session: GatewaySession, message: Incoming, event: Event) -> None:
+    async def _show_event(self, session: GatewaySession, message: Incoming, event: Event) -> None:
         """Record what the agent is doing, for `/status`, and stream the answer's text if the platform supports it."""
         platform = self.platforms[message.address.platform]
         if isinstance(event, ToolBegun):
@@ -389,7 +391,7 @@ class Gateway:
             case "stop":
                 return await self._end_processes(session) if command.argument else session.interrupt()
             case "status":
-                return await self._status(session)
+                return await self._status_text(session)
             case "answer":
                 return session.questions.answer_named(command)
             case _:
@@ -400,7 +402,7 @@ class Gateway:
         ended = 0 if conversation is None else await self.chat.processes.kill_all(conversation.id)
         return f"Ended {ended} background process{'' if ended == 1 else 'es'}."
 
-    async def _status(self, session: GatewaySession) -> str:
+    async def _status_text(self, session: GatewaySession) -> str:
         lines = ["No turn is running."]
         if session.running:
             lines = [f"A turn is running; waiting messages: {len(session.waiting) - 1}."]
@@ -414,7 +416,7 @@ class Gateway:
             lines.append(f"Scheduled job {job.title} ({job.schedule}): {shown(job)['next_run'] or 'paused'}")
         return "\n".join(lines)
 
-    async def _do(self, command: ChatCommand, session: GatewaySession, message: Incoming) -> AnswerParts:
+    async def _run_command(self, command: ChatCommand, session: GatewaySession, message: Incoming) -> AnswerParts:
         """Run a command that waits for the turns before it."""
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it

@@ -331,9 +331,9 @@ async def test_an_answer_waits_until_its_platform_has_started(tmp_path):
             self.client = object()
             await super().start(deliver)
 
-        def _add(self, message):
+        def _send_once(self, message):
             assert self.client is not None
-            return super()._add(message)
+            return super()._send_once(message)
 
     async with a_gateway(tmp_path) as scene:
         scene.platform.outage = True

@@ -193,7 +193,7 @@ class ChatAgent:
         conversation = session.conversation
         try:
             folder = conversation.slots.folder
-            content: JSON = _content(prompt, None if folder is None else folder.root)
+            content: JSON = _chat_content(prompt, None if folder is None else folder.root)
             if content in [f"/{name}" for name in COMMANDS]:
                 text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
                 await session.answer(text)
@@ -285,7 +285,7 @@ def _modes(conversation: Conversation) -> schema.SessionModeState:
     return schema.SessionModeState(current_mode_id=conversation.permissions.mode.value, available_modes=modes)
 
 
-def _content(blocks: Sequence[Any], folder: Path | None) -> JSON:
+def _chat_content(blocks: Sequence[Any], folder: Path | None) -> JSON:
     """Convert the protocol's content blocks to the content of a chat message, with paths as the sandbox has them, where
     the agent starts in the `folder`. Raises `ConfigError` for data that is not an image."""
     texts: list[str] = []

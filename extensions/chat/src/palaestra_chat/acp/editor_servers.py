@@ -32,7 +32,7 @@ def editor_servers(
     editor's server of such a name is left out, with a notice. Raises `ConfigError` for a server that cannot be used."""
     written: dict[str, dict[str, JSON]] = {}
     for server in named:
-        name, settings = _written(server)
+        name, settings = _server_settings(server)
         if name in taken:
             notify(f"The MCP server {name} of the settings is used, not the editor's server of this name.")
         elif name in written:
@@ -55,7 +55,7 @@ async def opened_servers(servers: dict[str, MCPServerConfig], notify: Callable[[
     return started
 
 
-def _written(server: object) -> tuple[str, dict[str, JSON]]:
+def _server_settings(server: object) -> tuple[str, dict[str, JSON]]:
     """Return the name of a server for tools, and its settings as in a file."""
     if isinstance(server, schema.McpServerStdio):
         if "/" in server.command and not server.command.startswith("/"):
@@ -63,19 +63,19 @@ def _written(server: object) -> tuple[str, dict[str, JSON]]:
                 f"MCP server '{server.name}': the command {server.command!r} depends on the current folder; the editor "
                 "must name an absolute path"
             )
-        return _name(server.name), {
+        return _server_name(server.name), {
             "command": _literal(server.command),
             "args": [_literal(each) for each in server.args],
             "env": {each.name: _literal(each.value) for each in server.env},
         }
     if isinstance(server, schema.HttpMcpServer):
         headers = {each.name: _literal(each.value) for each in server.headers}
-        return _name(server.name), {"url": _literal(server.url), "headers": headers}
+        return _server_name(server.name), {"url": _literal(server.url), "headers": headers}
     name, kind = getattr(server, "name", ""), getattr(server, "type", type(server).__name__)
     raise ConfigError(f"MCP server '{name}': the transport {kind} is not supported; use stdio or http")
 
 
-def _name(name: str) -> str:
+def _server_name(name: str) -> str:
     """Return an editor's name for a server, which may be any text, as a part of tool names."""
     cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_.-")[:40]
     if not cleaned:

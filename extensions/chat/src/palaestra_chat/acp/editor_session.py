@@ -136,7 +136,7 @@ class EditorSession:
         async for event in events:
             if isinstance(event, TurnEnded):
                 ended = event
-            elif not isinstance(event, Notice) and (update := self._update(event)) is not None:
+            elif not isinstance(event, Notice) and (update := self._protocol_update(event)) is not None:
                 await self._send(update)
                 if isinstance(event, ToolEnded) and (plan := _plan(event)) is not None:
                     await self._send(plan)
@@ -176,7 +176,7 @@ class EditorSession:
                 schema.PermissionOption(option_id="yes", name="Write", kind="allow_once"),
                 schema.PermissionOption(option_id="no", name="Not now", kind="reject_once"),
             ]
-            if await self._ask(call, options) != "yes":
+            if await self._request_permission(call, options) != "yes":
                 return
         for change in folder.apply(changes):
             self._tell(f"{change.path} was not written back: {change.problem}")
@@ -191,12 +191,12 @@ class EditorSession:
         for call in message.get("tool_calls") or ():
             function = call["function"]
             begun = ToolBegun(call_id=call["id"], name=function["name"], arguments=function["arguments"], preview="")
-            await self._send(self._update(begun))
+            await self._send(self._protocol_update(begun))
         if role == "tool":
             ended = ToolEnded(call_id=str(message.get("tool_call_id")), name="", text=text)
-            await self._send(self._update(ended))
+            await self._send(self._protocol_update(ended))
 
-    def _update(self, event: Event) -> Any:
+    def _protocol_update(self, event: Event) -> Any:
         """Convert the event to an update of the protocol, or to None if the protocol has no such update."""
         if isinstance(event, TextDelta):
             return acp.update_agent_message_text(event.text)
@@ -227,7 +227,9 @@ class EditorSession:
             )
         return None
 
-    async def _ask(self, call: schema.ToolCallUpdate, options: list[schema.PermissionOption]) -> str | None:
+    async def _request_permission(
+        self, call: schema.ToolCallUpdate, options: list[schema.PermissionOption]
+    ) -> str | None:
         reply = await self._client.request_permission(session_id=self._id, tool_call=call, options=options)
         outcome = reply.outcome
         return outcome.option_id if isinstance(outcome, schema.AllowedOutcome) else None
@@ -245,7 +247,7 @@ class EditorSession:
             schema.PermissionOption(option_id=key, name=label, kind=kind)  # type: ignore[arg-type]
             for key, (_, label, kind) in _ANSWERS.items()
         ]
-        answer = await self._ask(call, options)
+        answer = await self._request_permission(call, options)
         return ApprovalAnswer.DENY if answer is None else _ANSWERS.get(answer, _ANSWERS["no"])[0]
 
     def _tell(self, text: str) -> None:

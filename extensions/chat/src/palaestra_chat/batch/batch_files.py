@@ -93,7 +93,7 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
     """Yield a line of data for each kept sample, in order. For every other sample, and for every group that failed as a
     whole, write a line with the reason to `refused`."""
 
-    def refuse(number: int, kind: Counter[str], reason: str, **more: str) -> None:
+    def write_refusal(number: int, kind: Counter[str], reason: str, **more: str) -> None:
         kind[reason] += 1
         name = "failed" if kind is report.failed else "discarded"
         refused.write(encode_line({"prompt_index": number, "kind": name, "reason": reason, **more}))
@@ -103,25 +103,25 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
         known = {tool["function"]["name"]: tool for tool in group.tools}
         report.schemas |= known
         if group.error:
-            refuse(group.number, report.failed, group.error)
+            write_refusal(group.number, report.failed, group.error)
         for trajectory in group.trajectories:
             called = (name for turn in trajectory.turns for name in turn.tools)
             report.unknown_tools.update(name for name in called if name not in known)
             if not trajectory.scored:
-                refuse(group.number, report.failed, trajectory.error or trajectory.outcome.value)
+                write_refusal(group.number, report.failed, trajectory.error or trajectory.outcome.value)
     for group, trajectory, names in samples(recording, meta, unscored):
         if not report.rows or report.rows[-1] != group.number:
             report.rows.append(group.number)
         if why := discarded(trajectory):
-            refuse(group.number, report.discarded, "; ".join(why))
+            write_refusal(group.number, report.discarded, "; ".join(why))
             continue
         if duplicates is not None and (earlier := duplicates.repeats(trajectory.rollout_id, trajectory.messages)):
-            refuse(group.number, report.discarded, REPEATED, repeats=earlier)
+            write_refusal(group.number, report.discarded, REPEATED, repeats=earlier)
             continue
         try:
             line, _ = batch_line(group, trajectory, meta, names)
         except Unfit as unfit:
-            refuse(group.number, report.discarded, str(unfit))
+            write_refusal(group.number, report.discarded, str(unfit))
             continue
         report.add(line)
         yield line

@@ -208,7 +208,7 @@ class BatchEnvironment(EvaluatedEnvironment):
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
         made = Task(id=f"{index}-{digest}", prompt="")
         try:
-            prompt, image = _prompt(row, self.config.prompt_field), self._image(row)
+            prompt, image = _row_messages(row, self.config.prompt_field), self._image(row)
         except TaskError as problem:
             return replace(made, data=problem)
         cwd = row.get("cwd")
@@ -314,7 +314,7 @@ def _start_in(cwd: str) -> str:
     return f"mkdir -p {path} || exit\n[ {path} -ef {WORKSPACE} ] || {{ {linked}; }}"
 
 
-def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
+def _row_messages(row: Mapping[str, JSON], field: str) -> list[Message]:
     """Return the messages of a row's prompt, which is a string or a list of messages. Raises `TaskError`."""
     given = row.get(field)
     if isinstance(given, str) and given.strip():

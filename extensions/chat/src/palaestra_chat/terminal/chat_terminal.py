@@ -95,13 +95,13 @@ class ChatTerminal:
         raw = getattr(sys.stdout, "raw", sys.stdout)
         self._screen = Screen(Scrollback(raw), LiveLine())
         self._prompt = Prompt(
-            raw, self._head, lambda: described(self._desk), self._stop, self._next_mode, self._entered, self._leave,
-            self._idle,
+            raw, self._lines_above_prompt, lambda: described(self._desk), self._stop_running, self._next_mode,
+            self._entered, self._leave, self._idle,
         )  # fmt: skip
         self._leaving_s = float("-inf")
         self._queue = MessageQueue()
-        people = TerminalPeople(self._screen, self._prompt, self._queue, self._stop)
-        self._desk = Desk(self._screen, people, self._stop, self._finish)
+        people = TerminalPeople(self._screen, self._prompt, self._queue, self._stop_running)
+        self._desk = Desk(self._screen, people, self._stop_running, self._finish)
         self._stack = AsyncExitStack()
         self._ready: asyncio.Task[None] | None = None
         self._work: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class ChatTerminal:
             self._stack.enter_context(self._logs_above_the_prompt())
             self._stack.push_async_callback(self._desk.ports.aclose)
             # Between two prompts the terminal sends a signal for Ctrl-C, which must not end the chat.
-            loop.add_signal_handler(signal.SIGINT, self._stop)
+            loop.add_signal_handler(signal.SIGINT, self._stop_running)
             main = asyncio.current_task()
             assert main is not None
             for number in _GONE:
@@ -164,10 +164,10 @@ class ChatTerminal:
 
     async def _read_and_handle(self) -> None:
         self._ready = asyncio.create_task(self._load())
-        self._ready.add_done_callback(self._loaded)
+        self._ready.add_done_callback(self._on_loaded)
         self._screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
         if self._shows_last:
-            self._start(self._resumed())
+            self._start_work(self._resumed())
         drawing = asyncio.create_task(self._draw())
         try:
             while not self._ended:
@@ -200,7 +200,7 @@ class ChatTerminal:
         self._ended = True
         self._prompt.end()
 
-    def _stop(self) -> bool:
+    def _stop_running(self) -> bool:
         """Stop the running turn, or the command or message that is handled. What was typed meanwhile is put back into
         the prompt. Return False if nothing is running."""
         if self._work is None or self._work.done():
@@ -255,7 +255,7 @@ class ChatTerminal:
             self._screen.prose(f"{DIM}{self._desk.folder()}{PLAIN}")
         self._prompt.redraw(whole=True)
 
-    def _loaded(self, task: asyncio.Task[None]) -> None:
+    def _on_loaded(self, task: asyncio.Task[None]) -> None:
         """End the prompt if loading failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -275,14 +275,14 @@ class ChatTerminal:
         """Handle what was typed, or let it wait until the running turn has ended."""
         command = COMMANDS.get(text.split()[0])
         if self._work is None:
-            self._start(self._handle(text))
+            self._start_work(self._handle(text))
         elif command is not None and command.at_once and self._desk.ready:
             self._at_once(text)
         else:
             self._queue.add(text)
             self._prompt.redraw()
 
-    def _start(self, work: object) -> None:
+    def _start_work(self, work: object) -> None:
         assert asyncio.iscoroutine(work)
         self._work = asyncio.create_task(work)
         self._work.add_done_callback(self._handled)
@@ -291,18 +291,18 @@ class ChatTerminal:
 
     def _at_once(self, text: str) -> None:
         task = asyncio.create_task(self._handle(text))
-        task.add_done_callback(self._report)
+        task.add_done_callback(self._on_work_done)
         self._stack.callback(task.cancel)
 
     def _handled(self, task: asyncio.Task[None]) -> None:
         """Report how it ended, and go on with what waits."""
         self._work = None
-        self._report(task)
+        self._on_work_done(task)
         if not self._ended and (text := self._queue.next()) is not None:
-            self._start(self._handle(text))
+            self._start_work(self._handle(text))
         self._prompt.redraw(whole=True)
 
-    def _report(self, task: asyncio.Task[None]) -> None:
+    def _on_work_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             self._screen.line(f"{YELLOW}interrupted{PLAIN}")
         elif (error := task.exception()) is not None:
@@ -324,7 +324,7 @@ class ChatTerminal:
             names = [*COMMANDS, *own]
             near = [word] if word in names else [name for name in names if name.startswith(word)]
             if len(near) == 1 and near[0] in COMMANDS:
-                await self._do(near[0], rest.strip())
+                await self._run_command(near[0], rest.strip())
                 return
             if len(near) == 1:
                 from palaestra_chat.project import command_message
@@ -352,7 +352,7 @@ class ChatTerminal:
         content = await with_pages(content, named, self._desk.opened.options.config.hosts_of_pages)
         await self._desk.show_turn(self._desk.talk.send(content))
 
-    async def _do(self, name: str, rest: str) -> None:
+    async def _run_command(self, name: str, rest: str) -> None:
         command = COMMANDS[name]
         if rest and not command.arguments:
             raise ConfigError(f"{name} takes no argument, but got {rest!r}; nothing was done")
@@ -366,16 +366,16 @@ class ChatTerminal:
             if self._screen.live.running:
                 self._prompt.redraw()
 
-    def _head(self) -> str:
+    def _lines_above_prompt(self) -> str:
         """Return the lines above the prompt: the running turn, or where the conversation stands."""
         columns = self._screen.scrollback.columns
         if not self._desk.ready:
             return f"{DIM}starting …{PLAIN}"
         context = self._desk.talk.context
         live = self._screen.live.lines(columns, self._screen.pending, context.tokens, context.size, self._queue.waiting)
-        return "\n".join(live) or f"{DIM}{fitted(printable(self._status()), columns)}{PLAIN}"
+        return "\n".join(live) or f"{DIM}{fitted(printable(self._status_line()), columns)}{PLAIN}"
 
-    def _status(self) -> str:
+    def _status_line(self) -> str:
         talk = self._desk.talk
         running = self._desk.opened.service.running(talk.id)
         window = "" if talk.context.size is None else f" of {talk.context.size}"

@@ -64,7 +64,7 @@ def _server() -> APIServerConfig:
         click.echo("  none found, and no key of a provider is in a variable such as OPENAI_API_KEY")
     while True:
         typed = _answer(f"A number, or the address of a server{' [1]' if found else ''}: ")
-        chosen = _chosen(typed, found)
+        chosen = _entered_server(typed, found)
         if chosen is None:
             click.echo(f"{YELLOW}type one of the numbers, or an address such as http://127.0.0.1:8000/v1{PLAIN}")
             continue
@@ -79,7 +79,7 @@ def _server() -> APIServerConfig:
         return server.model_copy(update={"model_name": _model(listed)})
 
 
-def _chosen(typed: str, found: Sequence[FoundServer]) -> FoundServer | None:
+def _entered_server(typed: str, found: Sequence[FoundServer]) -> FoundServer | None:
     if (typed.isascii() and typed.isdigit()) or not typed:
         number = int(typed or 1)
         return found[number - 1] if 0 < number <= len(found) else None

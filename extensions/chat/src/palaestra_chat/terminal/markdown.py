@@ -104,16 +104,16 @@ class MarkdownStream:
         # A long list would otherwise be parsed as a whole for each of its lines, and the prompt would stand still.
         long = len(self.pending) > _SHORT_BLOCK
         self._next_chars = int(_GROWTH * len(self.pending)) if long else 0
-        return self._shown(complete, columns)
+        return self._rendered_block(complete, columns)
 
     def end(self, columns: int) -> str:
         """Return the rest. The next piece begins another text."""
         rest, self.pending, self._next_chars = self.pending, "", 0
-        shown = self._shown(rest, columns)
+        shown = self._rendered_block(rest, columns)
         self._begun = False
         return shown
 
-    def _shown(self, text: str, columns: int) -> str:
+    def _rendered_block(self, text: str, columns: int) -> str:
         if not text.strip():
             return ""
         between, self._begun = "\n" if self._begun else "", True

@@ -142,7 +142,7 @@ class Prompt:
                     if self._questions:  # another one, directly after the last
                         continue
                     kept, self._kept = self._kept, ""
-                    typed = await self._session.prompt_async(self._message, handle_sigint=False, default=kept)
+                    typed = await self._session.prompt_async(self._prompt_text, handle_sigint=False, default=kept)
                     return self._unfolded(typed)
             except (_Paused, KeyboardInterrupt):
                 continue
@@ -159,7 +159,7 @@ class Prompt:
         self._questions += 1
         try:
             async with self._asking:
-                session: PromptSession[str] = PromptSession(output=self._output(), key_bindings=_answers(keys))
+                session: PromptSession[str] = PromptSession(output=self._output(), key_bindings=_answer_keys(keys))
                 self._keep(_typed_ahead(session.app.input))
                 self._asked_s = time.monotonic()
                 return (await session.prompt_async(printable(question), handle_sigint=False)).strip()
@@ -204,7 +204,7 @@ class Prompt:
             enable_cpr=False,
         )  # fmt: skip
 
-    def _message(self) -> ANSI:
+    def _prompt_text(self) -> ANSI:
         head = self._head()
         return ANSI(f"{head}\n{PROMPT}" if head else PROMPT)
 
@@ -325,7 +325,7 @@ def _typed_ahead(source: Input) -> str:
     return "".join(each for each in typed.replace("\r", "\n") if each.isprintable() or each in "\n\t")
 
 
-def _answers(keys: str) -> KeyBindings:
+def _answer_keys(keys: str) -> KeyBindings:
     """Return bindings by which each of `keys` answers a question, if nothing was typed yet."""
     bindings, asked_s = KeyBindings(), time.monotonic()
 

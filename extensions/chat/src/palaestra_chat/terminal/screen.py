@@ -129,7 +129,7 @@ class Screen:
         elif isinstance(event, turn_events.ToolBegun):
             self._begun(event)
         elif isinstance(event, turn_events.ToolOutput):
-            call = self._call(event.call_id)
+            call = self._find_call(event.call_id)
             if call is not None:
                 call.add(event.text)
             self.live.output(event.text)
@@ -167,13 +167,13 @@ class Screen:
         preview = "" if event.name == "todo" else f" {escaped(event.preview)}"
         self.line(f"{CYAN}● {escaped(event.name)}{PLAIN}{preview}")
 
-    def _call(self, call_id: str) -> _Call | None:
+    def _find_call(self, call_id: str) -> _Call | None:
         return next((call for call in reversed(self._calls) if call.result == call_id), None)
 
     def _result(self, event: ToolEnded) -> None:
         from palaestra_chat.terminal import renderers
 
-        call = self._call(event.call_id)
+        call = self._find_call(event.call_id)
         self.live.clear_tail()
         self.live.do("waiting for the model")
         if call is None:

@@ -70,7 +70,7 @@ class StatusKeeper:
     def listening(self) -> Iterator[None]:
         """Take the last errors from the gateway's log while the block runs."""
         self._status.started_at = self._clock.wall()
-        handler = _LastErrors(self._error)
+        handler = _LastErrors(self._record_error)
         logging.getLogger(_LOGGER).addHandler(handler)
         try:
             yield
@@ -91,7 +91,7 @@ class StatusKeeper:
             await self._notes.write(_STATUS, text)
             self._stored = text
 
-    def _error(self, text: str) -> None:
+    def _record_error(self, text: str) -> None:
         """Record an error for the platform with whose name it begins."""
         name = next((name for name in self._status.platforms if text.startswith((f"{name}:", f"{name} "))), None)
         of = self._status if name is None else self._status.platforms[name]

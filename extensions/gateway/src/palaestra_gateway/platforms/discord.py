@@ -267,7 +267,7 @@ class Discord:
             return
         await self._keep_direct()
         if _POSITION not in self._kept:
-            await self._keep(_POSITION, str(message.id - 1))
+            await self._write_note(_POSITION, str(message.id - 1))
         try:
             incoming = await self._incoming(message)
         except PlatformUnavailable:
@@ -285,7 +285,7 @@ class Discord:
         be read again later."""
         for channel in list(self._reading.direct):
             if f"{_DIRECT}{channel}" not in self._kept:
-                await self._keep(f"{_DIRECT}{channel}", "")
+                await self._write_note(f"{_DIRECT}{channel}", "")
             self._reading.direct.discard(channel)
 
     async def _advance(self, message_id: int, *, now: bool) -> None:
@@ -297,16 +297,16 @@ class Discord:
             return
         if self._reading.last > int(self._kept.get(_POSITION, 0)):
             self._reading.written_at = time_s
-            await self._keep(_POSITION, str(self._reading.last))
+            await self._write_note(_POSITION, str(self._reading.last))
 
-    async def _keep(self, name: str, value: str) -> None:
+    async def _write_note(self, name: str, value: str) -> None:
         if self.notes is not None:
             await self.notes.write(name, value)
         self._kept[name] = value
 
     async def _incoming(self, message: discord.Message) -> Incoming | None:
         """Return the message; None if it is not for the bot or not from a person."""
-        me = self._running().user
+        me = self._connected_client().user
         person = not message.author.bot and message.webhook_id is None
         spoken = message.type in (discord.MessageType.default, discord.MessageType.reply)
         direct = _is_direct(message.channel)
@@ -376,11 +376,11 @@ class Discord:
 
     def _chat(self, address: ChatAddress) -> discord.PartialMessageable:
         try:
-            return self._running().get_partial_messageable(int(address.chat_id))
+            return self._connected_client().get_partial_messageable(int(address.chat_id))
         except ValueError:
             raise PlatformRefused(f"{self.name}: {address.chat_id!r} is not a Discord channel id") from None
 
-    def _running(self) -> discord.Client:
+    def _connected_client(self) -> discord.Client:
         if self._client is None:
             raise PlatformUnavailable(f"{self.name} is not connected")
         return self._client

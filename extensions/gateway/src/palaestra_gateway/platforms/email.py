@@ -119,8 +119,8 @@ class Email:
         self._security = str(extra.get("security", "tls"))
         if self._security not in ("tls", "starttls", "none"):
             raise ConfigError(f"platforms.{name}.extra.security must be tls, starttls or none, not {self._security!r}")
-        self._imap = (str(extra["imap_host"]), _number(name, extra.get("imap_port", 993)))
-        self._smtp = (str(extra["smtp_host"]), _number(name, extra.get("smtp_port", 465)))
+        self._imap = (str(extra["imap_host"]), _port_number(name, extra.get("imap_port", 993)))
+        self._smtp = (str(extra["smtp_host"]), _port_number(name, extra.get("smtp_port", 465)))
         self._poll_s = float(extra.get("poll_s", 15))
         self._authserv_id = str(extra.get("authserv_id", ""))
         self.notes: PlatformNotes | None = None
@@ -198,7 +198,7 @@ class Email:
                 continue  # deleted in the meantime
             try:
                 async with asyncio.timeout(_READ_S):
-                    message = await in_own_thread(partial(self._incoming, content, number))
+                    message = await in_own_thread(partial(self._parse_mail, content, number))
             except Exception:  # an e-mail that breaks the parser must not block other e-mails, nor the gateway
                 logger.exception("%s: the e-mail with the uid %s cannot be read and is skipped", self.name, number)
                 message = None
@@ -210,7 +210,7 @@ class Email:
             if stored.result != "OK":
                 raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked as read: {_said(stored)}")
 
-    def _incoming(self, content: bytes, uid: str) -> Incoming | None:
+    def _parse_mail(self, content: bytes, uid: str) -> Incoming | None:
         """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
         mailbox, and for a sender that has not been verified although `authserv_id` is set."""
         if len(_PART_HEADER.findall(content)) > _MOST_PART_HEADERS:
@@ -307,12 +307,12 @@ class Email:
                 await smtp.send_message(mail)
             except aiosmtplib.SMTPRecipientsRefused as error:
                 codes = [each.code for each in error.recipients]
-                raise self._refusal(max(codes, default=550), str(error)) from None
+                raise self._smtp_error(max(codes, default=550), str(error)) from None
             except aiosmtplib.SMTPResponseException as error:
-                raise self._refusal(error.code, error.message) from None
+                raise self._smtp_error(error.code, error.message) from None
         return str(mail["Message-ID"])
 
-    def _refusal(self, code: int, said: str) -> PlatformError:
+    def _smtp_error(self, code: int, said: str) -> PlatformError:
         problem = f"{self.name}: {self._smtp[0]} answers {code}: {said}"
         return PlatformRefused(problem) if 500 <= code < 600 else PlatformUnavailable(problem)
 
@@ -403,7 +403,7 @@ def _text(mail: EmailMessage) -> str:
     """Return the text that the sender wrote, without a message quoted at its end."""
     text = _body(mail, "plain")
     if not text.strip():  # some programs send an empty text beside the HTML
-        text = _plain(_body(mail, "html"))
+        text = _text_of_html(_body(mail, "html"))
     lines = text.replace("\r\n", "\n").rstrip().split("\n")
     own = without_quote(lines)
     if own and len(own) < len(lines) and _QUOTE_HEAD.match(own[-1].strip()[:_LONGEST_HEAD]):
@@ -427,7 +427,7 @@ def _body(mail: EmailMessage, kind: str) -> str:
     return decoded(_payload(part), part.get_content_charset())
 
 
-def _plain(page: str) -> str:
+def _text_of_html(page: str) -> str:
     """Return the text of an HTML mail: blocks on lines of their own, entities decoded, quoted messages left out."""
     quote = _QUOTE_START.search(page)
     if quote is not None and not _FORWARDED.search(page, quote.start(), quote.start() + 500):
@@ -470,7 +470,7 @@ def _payload(part: Message) -> bytes:
     return b"\n".join(cast("Message", each).as_bytes() for each in part.get_payload())  # an attached e-mail
 
 
-def _number(name: str, value: object) -> int:
+def _port_number(name: str, value: object) -> int:
     if type(value) is not int or not 0 < value < 1 << 16:
         raise ConfigError(f"platforms.{name}: a port must be a number from 1 to 65535, not {value!r}")
     return value

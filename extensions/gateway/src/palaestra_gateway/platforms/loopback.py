@@ -88,12 +88,12 @@ class Loopback:
             return await self._queue(chat_id).get()
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        return self._add(Received(f"g{next(self._numbers)}", address, key, text=text, answers=answers))
+        return self._send_once(Received(f"g{next(self._numbers)}", address, key, text=text, answers=answers))
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        return self._add(Received(f"g{next(self._numbers)}", address, key, file=file, answers=answers))
+        return self._send_once(Received(f"g{next(self._numbers)}", address, key, file=file, answers=answers))
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         self.streamed[message.message_id] = self.streamed.get(message.message_id, "") + text
@@ -110,7 +110,7 @@ class Loopback:
         else:
             self.typing.discard(address.chat_id)
 
-    def _add(self, message: Received) -> str:
+    def _send_once(self, message: Received) -> str:
         self._check()
         earlier = self._by_key.setdefault(message.key, message)
         if earlier is not message:

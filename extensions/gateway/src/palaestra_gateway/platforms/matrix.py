@@ -194,8 +194,8 @@ class Matrix:
             if timeline.limited and timeline.prev_batch:
                 newer = {_id(event) for event in timeline.events} - {""}
                 async for events in self._left_out(client, room_id, since, timeline.prev_batch, newer):
-                    found |= await self._deliver(client, deliver, room_id, events)
-            found |= await self._deliver(client, deliver, room_id, timeline.events)
+                    found |= await self._deliver_events(client, deliver, room_id, events)
+            found |= await self._deliver_events(client, deliver, room_id, timeline.events)
         await self._join(client, response.rooms.invite)  # after the messages, so that no invitation holds them up
         return found
 
@@ -220,7 +220,9 @@ class Matrix:
             yield page.chunk[: known[0]] if known else page.chunk
             start = None if known or page.end == start else page.end
 
-    async def _deliver(self, client: AsyncClient, deliver: Deliver, room_id: str, events: Sequence[Event]) -> bool:
+    async def _deliver_events(
+        self, client: AsyncClient, deliver: Deliver, room_id: str, events: Sequence[Event]
+    ) -> bool:
         """Deliver the messages among events. Return whether there were any."""
         found, room = False, client.rooms[room_id]
         for event in events:
@@ -241,7 +243,7 @@ class Matrix:
         for room_id, event, readable in await encryption.late():
             room = client.rooms.get(room_id)
             if readable and room is not None:
-                await self._deliver(client, deliver, room_id, [event])
+                await self._deliver_events(client, deliver, room_id, [event])
             elif room is not None:
                 notice = self._message(room, event, problem=UNREADABLE)
                 await deliver(replace(notice, message_id=f"{event.event_id}/unreadable"))
@@ -270,7 +272,9 @@ class Matrix:
         if self._encryption is not None and (problem := await self._encryption.objection(room, event)):
             return self._message(room, event, problem=problem)
         if isinstance(event, RoomMessageFormatted):
-            return self._message(room, event, _reply(event.body) if "m.in_reply_to" in relation else event.body)
+            return self._message(
+                room, event, _with_quote_last(event.body) if "m.in_reply_to" in relation else event.body
+            )
         if isinstance(event, RoomMessageMedia | RoomEncryptedMedia):
             file, problem = await self._download(event)
             text = event.body if event.source["content"].get("filename", event.body) != event.body else ""
@@ -356,7 +360,7 @@ class Matrix:
         return str(sent.event_id)
 
 
-def _reply(body: str) -> str:
+def _with_quote_last(body: str) -> str:
     """Return the body of a reply with the quoted message after the person's text. Some programs put it before the text,
     as https://spec.matrix.org/v1.12/client-server-api/#fallbacks-for-rich-replies describes."""
     if not _QUOTED.match(body):

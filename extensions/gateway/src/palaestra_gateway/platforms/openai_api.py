@@ -120,23 +120,23 @@ class OpenAIServer:
                     f"{_MIN_LONE_KEY} characters, such as a UUID"
                 )
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
-            return _error(400, str(error), "invalid_request_error")
+            return _error_response(400, str(error), "invalid_request_error")
         said = text
         if not session and user and earlier:
-            session = self._known.get(_digest(user, earlier), "")
+            session = self._known.get(_conversation_digest(user, earlier), "")
         if not session:
-            first = _digest(user, [*earlier, ("user", said)], given_key)
+            first = _conversation_digest(user, [*earlier, ("user", said)], given_key)
             session = first[:32] if given_key else uuid.uuid4().hex
             if earlier:
                 before = "\n\n".join(f"{role}: {content}" for role, content in earlier)
                 text = f"[The conversation before this session:]\n{before}\n\n[The message to answer:]\n{said}"
         if self._deliver is None:
-            return _error(503, "the gateway is stopping", "server_error")
+            return _error_response(503, "the gateway is stopping", "server_error")
         address = ChatAddress(self.name, _chat_id(user, session))
         message_id = given_key or uuid.uuid4().hex
         key = (address.chat_id, message_id)
         if key in self._waiting:
-            return _error(409, f"the request {message_id} is already being answered", "conflict")
+            return _error_response(409, f"the request {message_id} is already being answered", "conflict")
         waiting = self._waiting[key] = _Request()
         try:
             await self._deliver(Incoming(address, message_id, user or "api", text, tuple(files), trusted=True))
@@ -152,14 +152,14 @@ class OpenAIServer:
         finally:
             del self._waiting[key]
         if user and waiting.outcome not in _FAILED:
-            self._remember(_digest(user, [*earlier, ("user", said), ("assistant", answer)]), session)
+            self._remember(_conversation_digest(user, [*earlier, ("user", said), ("assistant", answer)]), session)
         return reply
 
     def _whole(self, answer: str, session: str, waiting: _Request) -> web.Response:
         if not answer:
-            return _error(503, "the gateway stopped; send the message again", "server_error")
+            return _error_response(503, "the gateway stopped; send the message again", "server_error")
         if waiting.outcome in _FAILED:
-            failed = _error(502, answer, "server_error", waiting.outcome)
+            failed = _error_response(502, answer, "server_error", waiting.outcome)
             failed.headers[SESSION] = session
             return failed
         message = {"role": "assistant", "content": answer}
@@ -326,10 +326,10 @@ def _user(body: JSON) -> str:
 
 def _chat_id(user: str, session: str) -> str:
     """Return the id of a session, which no `X-Session-Id` of another person, or of nobody, can have."""
-    return f"{_digest(user, [])[:16]}-{session}"
+    return f"{_conversation_digest(user, [])[:16]}-{session}"
 
 
-def _digest(user: str, history: list[tuple[str, str]], key: str = "") -> str:
+def _conversation_digest(user: str, history: list[tuple[str, str]], key: str = "") -> str:
     said = [(role, content.strip()) for role, content in history]
     return hashlib.sha256(msgspec.json.encode([user, said, key])).hexdigest()
 
@@ -348,16 +348,16 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _error(error.status, error.text or error.reason, "invalid_request_error")
+        return _error_response(error.status, error.text or error.reason, "invalid_request_error")
 
 
 def _refused(status: int, reason: str) -> web.Response:
     if status == 401:
-        return _error(status, reason, "authentication_error", "invalid_api_key")
-    return _error(status, reason, "permission_error")
+        return _error_response(status, reason, "authentication_error", "invalid_api_key")
+    return _error_response(status, reason, "permission_error")
 
 
-def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+def _error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
     return web.json_response({"error": _about(message, kind, code)}, status=status)
 
 

@@ -46,7 +46,7 @@ def make_platform(name: str, config: PlatformConfig) -> Platform:
     kind = name if name in known else name.partition("-")[0]
     if kind not in known:
         raise ConfigError(f"unknown platform {name!r}; the platforms are {', '.join(known)}.{nearest(name, known)}")
-    found: Any = _own(name, *PLATFORMS[kind].split(":")) if kind in PLATFORMS else load(offered[kind])
+    found: Any = _import_platform(name, *PLATFORMS[kind].split(":")) if kind in PLATFORMS else load(offered[kind])
     for setting in config.extra:
         if setting not in found.extra_settings:
             hint = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
@@ -56,7 +56,7 @@ def make_platform(name: str, config: PlatformConfig) -> Platform:
     return platform
 
 
-def _own(name: str, module: str, attribute: str) -> object:
+def _import_platform(name: str, module: str, attribute: str) -> object:
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:

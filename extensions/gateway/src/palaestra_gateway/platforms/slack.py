@@ -117,7 +117,7 @@ class Slack:
         files, problem = [], ""
         for shared in (file for each in (event, *forwarded) for file in each.get("files") or ()):
             try:
-                files.append(await self._file(shared))
+                files.append(await self._download_file(shared))
             except PlatformRefused as error:  # Slack would send the event again and again, with the same result
                 problem = str(error)
         return Incoming(address, ts, user, text, tuple(files), user, problem)
@@ -140,7 +140,7 @@ class Slack:
 
         return unescape(_MARKUP.sub(shown, text or "")).strip()
 
-    async def _file(self, file: dict[str, Any]) -> Attachment:
+    async def _download_file(self, file: dict[str, Any]) -> Attachment:
         """Return a file of a message. Raises `PlatformRefused` with the problem if it cannot be read."""
         if file.get("file_access") == "check_file_info":  # shared by another organisation with Slack Connect
             async with self._failures():

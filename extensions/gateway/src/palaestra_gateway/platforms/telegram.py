@@ -148,9 +148,9 @@ class Telegram:
         asked = _RawUpdates(offset=offset, timeout=wait_s, allowed_updates=["message"])
         async with self._failures():
             sent = await bot(asked, request_timeout=wait_s + 20)
-        return [self._parsed(bot, each) for each in sent]
+        return [self._parse_update(bot, each) for each in sent]
 
-    def _parsed(self, bot: Bot, sent: dict[str, Any]) -> Update:
+    def _parse_update(self, bot: Bot, sent: dict[str, Any]) -> Update:
         """Return an update. If the library cannot parse its message, only the text and the sender are taken."""
         context = {"bot": bot}
         try:
@@ -217,7 +217,7 @@ class Telegram:
         return named is not None and named[1].lower() != self._username.lower()
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        bot, thread = self._running(), _thread(address)
+        bot, thread = self._connected_bot(), _thread(address)
 
         def send(chat: str | int) -> Awaitable[Message]:
             return bot.send_message(chat, text, message_thread_id=thread, request_timeout=60)
@@ -235,12 +235,12 @@ class Telegram:
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         async with self._failures():
-            await self._running().edit_message_text(text, chat_id=address.chat_id, message_id=int(message_id))
+            await self._connected_bot().edit_message_text(text, chat_id=address.chat_id, message_id=int(message_id))
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        bot, thread = self._running(), _thread(address)
+        bot, thread = self._connected_bot(), _thread(address)
 
         async def send(chat: str | int) -> Message:
             content = BufferedInputFile(file.data, file.name)
@@ -259,7 +259,7 @@ class Telegram:
                 async with self._failures():
                     await self._bot.send_chat_action(address.chat_id, "typing", message_thread_id=_thread(address))
 
-    def _running(self) -> Bot:
+    def _connected_bot(self) -> Bot:
         if self._bot is None:
             raise PlatformUnavailable(f"{self.name} is not connected")
         return self._bot

@@ -130,7 +130,7 @@ class WhatsApp:
             for change in entry.get("changes") or ():
                 value = change.get("value") or {}
                 if change.get("field") == "messages" and str(value["metadata"]["phone_number_id"]) == self._number:
-                    names = dict(map(_named, value.get("contacts") or ()))
+                    names = dict(map(_id_and_name, value.get("contacts") or ()))
                     for message in value.get("messages") or ():
                         await self._take(self._deliver, message, names)
         return web.Response()
@@ -148,7 +148,7 @@ class WhatsApp:
                 text = str(sent["text"]["body"])
             elif kind == "button":  # of a template
                 text = str(sent["button"]["text"])
-            elif kind == "interactive" and (chosen := _chosen(sent["interactive"])):
+            elif kind == "interactive" and (chosen := _chosen_title(sent["interactive"])):
                 text = chosen
             elif kind in _FILES:
                 text = str(sent[kind].get("caption") or "")
@@ -206,13 +206,13 @@ class WhatsApp:
         raise NotImplementedError("WhatsApp shows typing notices only for a message")
 
 
-def _named(contact: Mapping[str, Any]) -> tuple[str, str]:
+def _id_and_name(contact: Mapping[str, Any]) -> tuple[str, str]:
     """Return the id and the name of a contact; each may be missing."""
     return str(contact.get("wa_id") or contact.get("user_id") or ""), str(
         (contact.get("profile") or {}).get("name") or ""
     )
 
 
-def _chosen(reply: Mapping[str, Any]) -> str:
+def _chosen_title(reply: Mapping[str, Any]) -> str:
     """Return the title of the button or of the entry of a list that a person chose, or the empty string."""
     return str((reply.get("button_reply") or reply.get("list_reply") or {}).get("title") or "")

@@ -318,7 +318,7 @@ def test_what_senders_write_does_not_make_them_somebody_else(sender, results, ta
     extra = {"address": BOT, "imap_host": "x", "smtp_host": "x", "authserv_id": "mx.example.org"}
     platform = Email("email", PlatformConfig(token="secret", extra=extra))
     content = f"Authentication-Results: {results}\nFrom: {sender}\nMessage-ID: <1@x>\n\nhello".encode()
-    message = platform._incoming(content, "1")
+    message = platform._parse_mail(content, "1")
     assert (message is not None and message.user_id == ANNA) is taken
 
 
@@ -347,7 +347,7 @@ PLAIN = b"Content-Type: text/plain"
     ],
 )
 def test_no_text_is_lost_by_a_wrong_header(content: bytes, text: str) -> None:
-    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._parse_mail(
         f"From: {ANNA}\nMessage-ID: <1@x>\n".encode() + content, "1"
     )
     assert message is not None
@@ -368,7 +368,7 @@ def test_no_text_is_lost_by_a_wrong_header(content: bytes, text: str) -> None:
     ],
 )
 def test_no_attachment_is_lost(content: bytes, name: str, data: bytes) -> None:
-    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._parse_mail(
         f"From: {ANNA}\nMessage-ID: <1@x>\n".encode() + content, "1"
     )
     assert message is not None
@@ -422,7 +422,7 @@ def test_an_answer_does_not_repeat_the_subject() -> None:
 
 def _read(mail: Message) -> Any:
     mail["From"], mail["Message-ID"] = ANNA, "<m1@example.org>"
-    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(mail.as_bytes(), "1")
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._parse_mail(mail.as_bytes(), "1")
     assert message is not None
     return message
 
@@ -430,7 +430,7 @@ def _read(mail: Message) -> Any:
 @pytest.mark.parametrize("sender", ["anna@y.org <anna@y.org>", "Doe, Anna <anna@y.org>"])
 def test_a_message_without_a_clear_sender_is_named_in_the_log(sender: str, caplog: pytest.LogCaptureFixture) -> None:
     content = f"From: {sender}\nSubject: s\n\nplease help\n".encode()
-    assert Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(content, "1") is None
+    assert Email("email", PlatformConfig(token="secret", extra=EXTRA))._parse_mail(content, "1") is None
     assert sender.partition(" <")[0] in caplog.text
 
 
@@ -455,7 +455,7 @@ def test_the_text_of_a_mail_is_what_its_sender_wrote(content: str, text: str) ->
     platform = Email(
         "email", PlatformConfig(token="secret", extra={"address": BOT, "imap_host": "x", "smtp_host": "x"})
     )
-    message = platform._incoming(f"From: {ANNA}\nMessage-ID: <1@x>\n{content}".encode(), "1")
+    message = platform._parse_mail(f"From: {ANNA}\nMessage-ID: <1@x>\n{content}".encode(), "1")
     assert message is not None
     assert message.text == text
 
@@ -480,7 +480,7 @@ def test_no_stranger_keeps_the_gateway_busy_with_an_email(content: str) -> None:
     )
     raw = f"From: {ANNA}\nMessage-ID: <1@x>\n{content}".encode()
     try:
-        message = platform._incoming(raw, "1")
+        message = platform._parse_mail(raw, "1")
     except ValueError as error:
         assert str(error).startswith("it")  # noqa: PT017 - either is right
     else:
@@ -512,5 +512,5 @@ OF_PERSONS = [
 def test_what_a_program_sent_gets_no_answer(header: str) -> None:
     sender = "" if header.startswith("From:") else "From: anna@y.org\n"
     content = f"{sender}{header}\nSubject: s\n\nI am away.\n".encode()
-    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(content, "1")
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._parse_mail(content, "1")
     assert (message is None) == (header in AUTOMATIC)
