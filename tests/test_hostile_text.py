@@ -20,7 +20,7 @@ from palaestra_suites.swe.failure_cause import cause_of, exceeds_limit_of_runner
 from palaestra_suites.terminal_bench.offline_script import lacks_network
 from palaestra_tokens.parsers import get_parser, list_parsers
 from palaestra_tokens.token_exact.streaming import _settled
-from palaestra_view.imports.conversations import _reply, _results
+from palaestra_view.imports.conversations import _assistant_message, _results
 from suites.grading.hostile_text import MOST_CPU_S, slowest
 
 Read = Callable[[str], object]
@@ -48,7 +48,7 @@ READERS: Mapping[str, Read] = {
     "schema": JsonSchema({"type": "object"}, "s").problem,
     "settled": _settled,
     "tool call text": extract_tool_call,
-    "conversation": lambda text: (_reply(text, 0), list(_results(text, []))),
+    "conversation": lambda text: (_assistant_message(text, 0), list(_results(text, []))),
     "paths": _PATH.findall,
     "failures": lambda text: _VARIES.sub("", text),
     "dangers": dangers,
@@ -89,5 +89,7 @@ def test_a_reply_may_be_fenced(text: str) -> None:
 def test_the_first_pair_of_a_tag_is_read() -> None:
     assert extract_tool_call("a <tool_call> b </tool_call> c </tool_call>") == "b"
     assert extract_tool_call("</tool_call> <tool_call> b") is None
-    assert _reply('x\n<tool_call> {"name": "a"} </tool_call>\n<tool_call>', 0)["content"] == "x\n<tool_call>"
+    assert (
+        _assistant_message('x\n<tool_call> {"name": "a"} </tool_call>\n<tool_call>', 0)["content"] == "x\n<tool_call>"
+    )
     assert [each["content"] for each in _results("<tool_response>\n1\n</tool_response>", ["i"])] == ["1"]

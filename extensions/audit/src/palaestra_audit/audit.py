@@ -118,7 +118,7 @@ async def _audit(
     began = time.monotonic()
     async with open_trials(plan.reference, form, parsed) as trials:
         environment = trials.environment
-        tasks = await _chosen(environment, plan)
+        tasks = await _tasks_to_audit(environment, plan)
         audit = Audit(
             environment=environment.name,
             reference=plan.reference,
@@ -146,9 +146,9 @@ async def _audit(
         async def one(position: int, task: Task) -> None:
             async with width:
                 resolved, error = await _resolved(environment, task)
-                digest = _digest(resolved, salt)
+                digest = _task_digest(resolved, salt)
                 if resolved is not None and (resolved.solution or resolved.answer) is not None:
-                    solved[task.id] = _plain([repr(resolved.solution), repr(resolved.answer)])
+                    solved[task.id] = _stable_json([repr(resolved.solution), repr(resolved.answer)])
                 old = known.get(task.id)
                 if old is not None and old.digest == digest and old.complete:
                     found[task.id] = old
@@ -179,7 +179,7 @@ async def _audit(
         return audit
 
 
-async def _chosen(environment: Environment, plan: Plan) -> list[Task]:
+async def _tasks_to_audit(environment: Environment, plan: Plan) -> list[Task]:
     """Return the tasks to audit. Raises `ConfigError` if there are none, two with one id, or one whose floor is not a
     number."""
     tasks = await first_tasks(environment, plan.tasks if plan.seed is None and not plan.ids else None, unique=True)
@@ -248,7 +248,7 @@ def _salt(form: Form, parsed: RunLine, plan: Plan) -> str:
     return json.dumps(parts, sort_keys=True, default=repr)
 
 
-def _digest(task: Task | None, salt: str) -> str:
+def _task_digest(task: Task | None, salt: str) -> str:
     """Return what identifies a task's content. Objects that are not data count by their names."""
 
     def content(value: object) -> object:
@@ -350,10 +350,10 @@ def _add_duplicates(
         if not asked_later and right[0]:
             right = right[:1]
         key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
-        if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
+        if task.id in by_id and (first := first_of.setdefault(_stable_json(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
-    known = {task.id: _plain([solved.get(task.id), task.data, task.answer]) for task in tasks if asked_later}
+    known = {task.id: _stable_json([solved.get(task.id), task.data, task.answer]) for task in tasks if asked_later}
 
     def pairs(found: Iterator[tuple[str, str, float]]) -> dict[str, tuple[str, float]]:
         return {second: (first, like) for first, second, like in found if known.get(first) == known.get(second)}
@@ -380,7 +380,7 @@ def _add_duplicates(
             by_id[own].findings.append(plain(finding))
 
 
-def _plain(value: JSON) -> str:
+def _stable_json(value: JSON) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError, RecursionError):  # such as a mapping with keys of several types

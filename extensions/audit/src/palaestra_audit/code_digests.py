@@ -21,7 +21,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 def code_files(reference: str, form: Form) -> set[Path]:
     """Return the files of an environment's code."""
-    return {*_named(reference), *_named(form.reference), *_modules_of(form), *_below(Path.cwd())}
+    return {*_referenced_files(reference), *_referenced_files(form.reference), *_modules_of(form), *_below(Path.cwd())}
 
 
 def code_digests(reference: str, form: Form) -> dict[str, str]:
@@ -35,7 +35,7 @@ def code_digests(reference: str, form: Form) -> dict[str, str]:
     return found
 
 
-def _named(reference: str) -> Iterator[Path]:
+def _referenced_files(reference: str) -> Iterator[Path]:
     """Yield the files in a reference such as `FILE:NAME` or `inspect:FILE@TASK`."""
     for part in (reference, *re.split("[:@]", reference)):
         if part.endswith(_CODE) and Path(part).is_file():

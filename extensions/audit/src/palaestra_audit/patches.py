@@ -99,8 +99,8 @@ def _without_entry(text: str, task: str, place: str) -> str:
     own = str(path.relative_to(WORKSPACE)) if path.is_relative_to(WORKSPACE) else place
     entries = [
         (given.value, number)
-        for call in _calls(text)
-        if any(isinstance(each, ast.Constant) and each.value == task for each in _values(call))
+        for call in _python_calls(text)
+        if any(isinstance(each, ast.Constant) and each.value == task for each in _argument_values(call))
         for given in call.keywords
         if given.arg == "files" and isinstance(given.value, ast.Dict)
         for number, key in enumerate(given.value.keys)
@@ -117,14 +117,14 @@ def _without_entry(text: str, task: str, place: str) -> str:
         begin = _offset(lines, files.values[number - 1], end=True) if number else begin
         end = _offset(lines, files.values[number], end=True)
     made = (lines[:begin] + lines[end:]).decode()
-    return made if any(_calls(made)) else ""
+    return made if any(_python_calls(made)) else ""
 
 
-def _values(call: ast.Call) -> list[ast.expr]:
+def _argument_values(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(each.value for each in call.keywords)]
 
 
-def _calls(text: str) -> Iterator[ast.Call]:
+def _python_calls(text: str) -> Iterator[ast.Call]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -237,7 +237,7 @@ class Patches:
             plan = replace(self.plan, reference=reference, out=Path(temporary, "audit.json"), budget_s=None, only=kinds,
                            skip=(), against=None, ids=ids)  # fmt: skip
             try:
-                _copy(source, change, copy)
+                _copy_with_change(source, change, copy)
                 new = audit_environment(plan, lambda audit, task: None)
             except (OSError, PalaestraError) as error:
                 return f"the changed copy cannot be audited: {error}"
@@ -269,7 +269,7 @@ def _source(reference: str, task: str) -> Source | None:
     return None
 
 
-def _copy(source: Source, change: Change, to: Path) -> None:
+def _copy_with_change(source: Source, change: Change, to: Path) -> None:
     if source.file:  # what the file imports from its folder, or reads there
         to.mkdir()
         for each in source.folder.iterdir():

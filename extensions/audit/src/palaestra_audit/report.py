@@ -78,7 +78,7 @@ def as_html(audit: Audit, path: Path) -> str:
     """Return one page without external files: the set at a glance, and each task with its findings."""
     kinds = [kind for kind in Kind if kind is not Kind.COSTLY]
     head = "".join(f"<th title='{html.escape(ABOUT[kind])}'>{kind.replace('_', ' ')}</th>" for kind in kinds)
-    rows = "".join(_row(task, kinds) for task in audit.tasks)
+    rows = "".join(_table_row(task, kinds) for task in audit.tasks)
     counts = Counter(each.kind for _, each in audit.findings() if not each.note)
     summary = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in counts.items()) or "nothing but notes"
     slow = sorted(audit.tasks, key=lambda task: -task.stages.get("whole", 0.0))[:_SLOWEST]
@@ -103,7 +103,7 @@ def as_html(audit: Audit, path: Path) -> str:
     )
 
 
-def _row(task: TaskAudit, kinds: Sequence[Kind]) -> str:
+def _table_row(task: TaskAudit, kinds: Sequence[Kind]) -> str:
     cells = []
     for kind in kinds:
         some = [each for each in task.findings if each.kind is kind]

@@ -162,7 +162,7 @@ def trial_acts(trial: Trial, task: Task) -> list[Act]:
             solution = solution_steps(task, step.reference)
             count = actions(task) if not step.reference else len(solution)
             for each in solution[:count]:
-                acts.append(each.text if isinstance(each, Say) else [_call(each)])
+                acts.append(each.text if isinstance(each, Say) else [_as_tool_step(each)])
             ending += [each.text for each in solution[count:] if isinstance(each, Say)]
         elif step.say is not None:
             acts.append(step.say)
@@ -171,7 +171,7 @@ def trial_acts(trial: Trial, task: Task) -> list[Act]:
     return acts + ending
 
 
-def _call(step: ToolStep | str | Say) -> ToolStep:
+def _as_tool_step(step: ToolStep | str | Say) -> ToolStep:
     assert not isinstance(step, Say)
     return ToolStep("terminal", {"command": step}) if isinstance(step, str) else step
 
@@ -283,14 +283,14 @@ class Trials:
     async def follows_clock(self, spec: SlotSpec) -> bool:
         """Return whether programs in a slot see another clock. Those of an image may have another C library, or none.
         Raises `InfraError`."""
-        return await self._shown(spec, World(clock=_CLOCK_TEST), "date +%Y") == _CLOCK_TEST[1:5]
+        return await self._output_in_world(spec, World(clock=_CLOCK_TEST), "date +%Y") == _CLOCK_TEST[1:5]
 
     async def sorts_like_dictionaries(self, spec: SlotSpec) -> bool:
         """Return whether programs in a slot sort as dictionaries do in the locale for it. Raises `InfraError`."""
         world = World(env={"LC_ALL": LOCALE})
-        return await self._shown(spec, world, r"printf 'B\na\n' | sort | head -1") == "a"
+        return await self._output_in_world(spec, world, r"printf 'B\na\n' | sort | head -1") == "a"
 
-    async def _shown(self, spec: SlotSpec, world: World, command: str) -> str:
+    async def _output_in_world(self, spec: SlotSpec, world: World, command: str) -> str:
         with _on(world):
             slot = await self.pool.acquire("world", spec=spec, timeout_s=_WAIT_S)
         try:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.config.secret_flags import missing_settings, split_secrets
-from palaestra_audit.audit import _digest
-from palaestra_audit.code_digests import _named
+from palaestra_audit.audit import _task_digest
+from palaestra_audit.code_digests import _referenced_files
 from palaestra_slots.core.types import Task
 
 
@@ -50,21 +50,22 @@ def test_results_depend_on_the_files_of_the_code_and_of_the_task(
     file = tmp_path / "my_eval.py"
     for text in ("a", "b"):
         file.write_text(text)
-        assert set(_named("inspect:my_eval.py@task")) == set(_named("my_eval.py:task")) == {file}
-    assert not set(_named("verifiers:words"))
+        assert set(_referenced_files("inspect:my_eval.py@task")) == set(_referenced_files("my_eval.py:task")) == {file}
+    assert not set(_referenced_files("verifiers:words"))
 
     digests = set()
     for text in ("a", "b"):
         file.write_text(text)
-        digests.add(_digest(Task(id="a", prompt="b", data={"file": file}), "salt"))
+        digests.add(_task_digest(Task(id="a", prompt="b", data={"file": file}), "salt"))
     assert len(digests) == 2
 
 
 def test_a_task_has_one_digest_in_every_process() -> None:
     code = """
-from palaestra_audit.audit import _digest
+from palaestra_audit.audit import _task_digest
 from palaestra_slots.core.types import Task
-print(_digest(Task(id="a", prompt="b", data={"words": frozenset("abcdefgh"), "of": {"b": 1, "a": {"c", "d"}}}), ""))
+task = Task(id="a", prompt="b", data={"words": frozenset("abcdefgh"), "of": {"b": 1, "a": {"c", "d"}}})
+print(_task_digest(task, ""))
 """
     found = set()
     for seed in ("1", "2", "3"):

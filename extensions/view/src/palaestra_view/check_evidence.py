@@ -93,7 +93,7 @@ def check_facts(detail: Mapping[str, JSON], metrics: Mapping[str, JSON]) -> dict
     failures are listed; and `breaks`, the gist of an error of the check over the work, empty if there is none."""
     tests = list({each.name: each for each in listed_tests(detail)}.values())
     failed = [each for each in tests if each.status != "passed"]
-    known, passed = (_number(f"tests_{name}", detail, metrics) for name in ("total", "passed"))
+    known, passed = (_test_count(f"tests_{name}", detail, metrics) for name in ("total", "passed"))
     total = known if known is not None and known >= len(tests) else len(tests) if len(failed) < len(tests) else None
     listed = len(failed)
     if failed and total is not None and passed is not None and total == known:
@@ -106,7 +106,7 @@ def check_facts(detail: Mapping[str, JSON], metrics: Mapping[str, JSON]) -> dict
     }
 
 
-def _number(name: str, *found: Mapping[str, JSON]) -> int | None:
+def _test_count(name: str, *found: Mapping[str, JSON]) -> int | None:
     values = [each[name] for each in found if isinstance(each.get(name), int | float)]
     return int(values[0]) if values and float(values[0]).is_integer() else None
 

@@ -100,7 +100,7 @@ class _Writer:
         started = RunStarted(
             at=facts.started_at, run_id=facts.run_id, env=facts.env, model=facts.model, seed=0, config=config
         )
-        self._add(started)
+        self._write_event(started)
         self._file.flush()
         self._events = self._read()
 
@@ -111,7 +111,7 @@ class _Writer:
             if isinstance(event, bytes):
                 self._file.write(event)
             else:
-                self._add(event)
+                self._write_event(event)
             if time.monotonic() > end:
                 self._file.flush()
                 return False
@@ -164,7 +164,7 @@ class _Writer:
             one.grade.rollout_id = one.trajectory.rollout_id
             self._grades += encoded(one.grade) + b"\n"
 
-    def _add(self, event: AnyJournalEvent) -> None:
+    def _write_event(self, event: AnyJournalEvent) -> None:
         self._file.write(encode_line(msgspec.to_builtins(event)))
 
 

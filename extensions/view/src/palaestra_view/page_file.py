@@ -105,17 +105,17 @@ def page_data(runs: OpenRuns, name: str, chosen: Chosen, names: Names | None) ->
     _, groups = index.groups(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
     groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in ids]} for group in groups]
     groups = [group for group in groups if group["cells"] or (not chosen.patterns and group["error"])]
-    yield b'{"rows":%s,"groups":%s,"left_out":%d,"answers":{' % (_encoded(rows), _encoded(groups), left_out)
+    yield b'{"rows":%s,"groups":%s,"left_out":%d,"answers":{' % (_json_bytes(rows), _json_bytes(groups), left_out)
     summary = run_summary(index, name, chosen.own)
     answers = {"runs": [summary], "problems": {}, "more": 0, "root": "this file"}
-    yield b'"runs":%s' % _encoded(answers)
+    yield b'"runs":%s' % _json_bytes(answers)
     details = {**run_details(index), "judged": runs.marks(name).summary(), "fork": fork_of(index)}
-    yield b',"run":%s' % _encoded({"summary": summary, **details, **overview(index, chosen.own)})
+    yield b',"run":%s' % _json_bytes({"summary": summary, **details, **overview(index, chosen.own)})
     budget = _Budget(chosen)
     for key, answer in _answers(runs, name, rows, groups, names, budget):
-        piece = _encoded(answer)
+        piece = _json_bytes(answer)
         budget.left -= len(piece)
-        yield b",%s:%s" % (_encoded(key), piece)
+        yield b",%s:%s" % (_json_bytes(key), piece)
     yield b"}}"
 
 
@@ -190,7 +190,7 @@ def _answers(
             yield f"siblings?{group['group_id']}", siblings(finished)
 
 
-def _encoded(value: JSON) -> bytes:
+def _json_bytes(value: JSON) -> bytes:
     return encode_line(value)[:-1]
 
 
@@ -214,7 +214,7 @@ def _frame() -> tuple[bytes, bytes]:
     """Return the page before and after the data."""
     style, script = page_file("view.css"), bundled()
     policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; "
+        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     page = page_file("index.html")
@@ -264,5 +264,5 @@ def _as_constant(found: re.Match[str]) -> str:
     return f"const {whole or names.replace(' as ', ': ')} = $_{module};\n"
 
 
-def _digest(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

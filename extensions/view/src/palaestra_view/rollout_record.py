@@ -109,7 +109,7 @@ def contrast(index: RunIndex, trajectory: Trajectory) -> dict[str, JSON] | None:
     own, other = list(calls_of(trajectory.messages)), list(calls_of(sibling.messages))
     place = differing_call(other, own)
     if place is not None:
-        pair = {name: _named(calls, place) for name, calls in (("own", own), ("other", other))}
+        pair = {name: _name_and_arguments(calls, place) for name, calls in (("own", own), ("other", other))}
         found["call"] = {"number": place + 1, **pair}
     return found | {"id": sibling.rollout_id, "reward": sibling.reward}
 
@@ -121,7 +121,7 @@ def _has_cause(one: Trajectory) -> bool:
     return one.outcome is not Outcome.NATURAL or any(recorded) or bool(facts["failed"] or facts["breaks"])
 
 
-def _named(calls: Sequence[Call], place: int) -> list[str] | None:
+def _name_and_arguments(calls: Sequence[Call], place: int) -> list[str] | None:
     return [calls[place].name, short(calls[place].arguments)] if place < len(calls) else None
 
 
@@ -154,7 +154,7 @@ def cut(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
 def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
     """Do the work of `cut`. `path` is the pair of the path above and the last key, because most paths are not used."""
     if type(value) is str:
-        return value if len(value) <= long_chars else _parts(value, long_chars, path)
+        return value if len(value) <= long_chars else _cut_text(value, long_chars, path)
     if type(value) is dict:
         found = {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
         if CUT in found:  # the record's own key, which must not stand for a cut text
@@ -165,7 +165,7 @@ def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
     return value
 
 
-def _parts(value: str, long_chars: int, path: JSON) -> dict[str, JSON]:
+def _cut_text(value: str, long_chars: int, path: JSON) -> dict[str, JSON]:
     names: list[str] = []
     while path is not None:
         path, name = path

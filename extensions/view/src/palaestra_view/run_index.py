@@ -283,7 +283,7 @@ class RunIndex:
                 "LIMIT ? OFFSET ?",
                 [*values, *more, limit, offset],
             ).fetchall()
-        return total, [_row(each) for each in found]
+        return total, [_listed_row(each) for each in found]
 
     def groups(self, *, offset: int = 0, limit: int = 200) -> tuple[int, list[dict[str, JSON]]]:
         """Return the number of groups and one page of them, by number. Each has its `cells`: id, index, reward, outcome
@@ -425,7 +425,7 @@ class RunIndex:
         from palaestra_view.search_texts import Wanted  # imported here, because a report searches nothing
 
         end, found = time.monotonic() + seconds, list[tuple[str, str]]()
-        wanted, every = Wanted(text), self._places()
+        wanted, every = Wanted(text), self._graded_rows()
         number = after
         with open_regular(self.path) as file:
             for number in range(after, len(every)):
@@ -440,7 +440,7 @@ class RunIndex:
                 number = len(every)
         return found, number, len(every)
 
-    def _places(self) -> list[tuple[str, int, int]]:
+    def _graded_rows(self) -> list[tuple[str, int, int]]:
         with self._lock:
             return self._db.execute("SELECT id, place, size FROM graded ORDER BY place").fetchall()
 
@@ -534,7 +534,7 @@ class _Slice:
             case "messages":
                 turn = (line.rollout_id, line.turn, line.at, sum(line.tokens), self.place)
                 self._turns.setdefault(line.rollout_id, []).append(turn)
-                self._state(line)
+                self._store_state(line)
             case "rollout" if line.trajectory is not None:
                 self._rollout(line.trajectory, size)
             case "discarded" if line.trajectory is not None:
@@ -570,7 +570,7 @@ class _Slice:
         if line.at:
             self.note(last_at=line.at)
 
-    def _state(self, line: _Line) -> None:
+    def _store_state(self, line: _Line) -> None:
         if bytes(line.state) in (b"", b"null"):
             return
         if line.turn == 0:  # the rollout begins anew
@@ -802,7 +802,7 @@ def _strings(raw: msgspec.Raw) -> list[str]:
     return [str(each)[:_PREVIEW_CHARS] for each in value[:_MOST_UNSEEN]] if isinstance(value, list) else []
 
 
-def _row(values: Sequence[JSON]) -> dict[str, JSON]:
+def _listed_row(values: Sequence[JSON]) -> dict[str, JSON]:
     row = dict(zip(_LISTED, values, strict=True))
     return row | {"labels": json.loads(row["labels"]), "metrics": json.loads(row["metrics"])}
 

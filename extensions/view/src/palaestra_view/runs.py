@@ -66,9 +66,9 @@ class OpenRuns:
 
     def discover(self) -> bool:
         """Look for new runs, and return whether there are any."""
-        found = [each for folder in self.only for each in (folder, *_related(folder))] or self._below()
+        found = [each for folder in self.only for each in (folder, *_related(folder))] or self._runs_below_root()
         self.more = max(0, len(found) - MOST)
-        names = {self._name(folder): folder for folder in found[:MOST]}
+        names = {self._run_name(folder): folder for folder in found[:MOST]}
         fresh = names.keys() - self._indexes.keys() - self.problems.keys()
         indexes: dict[str, RunIndex] = {}
         for name, folder in names.items():
@@ -126,7 +126,7 @@ class OpenRuns:
 
         return ImportedIndex(path, self._store)
 
-    def _below(self) -> list[Path]:
+    def _runs_below_root(self) -> list[Path]:
         if self.root == RUNS.resolve() or self.root == RUNS:
             return [folder for folder in list_runs() if _is_below(folder, RUNS) or _is_below(folder, BATCHES)]
         found = {
@@ -137,7 +137,7 @@ class OpenRuns:
         }
         return sorted(found, key=lambda folder: (folder / JOURNAL_NAME).stat().st_mtime, reverse=True)
 
-    def _name(self, folder: Path) -> str:
+    def _run_name(self, folder: Path) -> str:
         try:
             found = folder.resolve().relative_to(self.root.resolve()).as_posix()
             return folder.resolve().name if found == "." else found
@@ -157,9 +157,9 @@ def _related(folder: Path) -> list[Path]:
         return []  # a file of another program
     place, found = folder.resolve().parent.parent, list[Path]()
     for path in place.glob(f"*/*/{FORK_NAME}"):
-        if _is_below(path.parent, place) and _continued(path) == folder.name:
+        if _is_below(path.parent, place) and _continued_run_id(path) == folder.name:
             found.append(path.parent)
-    run_id = _continued(folder / FORK_NAME)
+    run_id = _continued_run_id(folder / FORK_NAME)
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
         found += [path for path in place.glob(f"*/{run_id}") if _is_below(path, place)]
     found = [each for each in found if (each / JOURNAL_NAME).is_file() and not (each / JOURNAL_NAME).is_symlink()]
@@ -174,7 +174,7 @@ class _ForkFile(msgspec.Struct):
     origin: _Origin
 
 
-def _continued(path: Path) -> str:
+def _continued_run_id(path: Path) -> str:
     """Return the id of the run that a counterfactual run continues; empty for another run."""
     try:
         return _run_id(path, path.stat().st_mtime_ns)
@@ -205,7 +205,7 @@ def open_runs(target: str, store: Path | None = None) -> OpenRuns:
     if (folder / JOURNAL_NAME).is_file():
         return OpenRuns(folder.parent, [folder], store)
     if not folder.is_dir():
-        return _file(folder, store)
+        return _open_file(folder, store)
     runs = OpenRuns(folder, store=store)
     if not list(runs) and not runs.problems:
         from palaestra_view.imports.files import READABLE, sources_below  # as above
@@ -223,7 +223,7 @@ def open_runs(target: str, store: Path | None = None) -> OpenRuns:
     return runs
 
 
-def _file(path: Path, store: Path | None) -> OpenRuns:
+def _open_file(path: Path, store: Path | None) -> OpenRuns:
     """Return a file of another program as the one run. Raises `ConfigError` if it cannot be read."""
     runs = OpenRuns(path.parent, [path], store)
     for name in runs:

@@ -97,7 +97,7 @@ def _texts_of(message: ChatMessage, as_written: bool) -> Iterator[str]:
     for part in [message.content] if isinstance(message.content, str) else message.content:
         text = part_text(part)
         if text is None:
-            yield from _values({**part, "type": None} if isinstance(part, dict) else part)
+            yield from _leaf_values({**part, "type": None} if isinstance(part, dict) else part)
         elif message.role == "tool":
             yield from _in_json(text, as_written)
         else:
@@ -117,10 +117,10 @@ def _in_json(text: str, as_written: bool) -> Iterator[str]:
             value = None
     if as_written or not isinstance(value, dict | list):
         yield text
-    yield from _values(value)
+    yield from _leaf_values(value)
 
 
-def _values(value: JSON) -> Iterator[str]:
+def _leaf_values(value: JSON) -> Iterator[str]:
     """Yield the strings and numbers in a value, in order. Images, which are data addresses, are left out."""
     waiting = [value]
     while waiting:

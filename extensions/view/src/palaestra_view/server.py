@@ -389,7 +389,7 @@ def compared_rollouts(runs: OpenRuns, name: str, ids: Sequence[str], reference: 
 def _json(answer: _Answer) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            body = await asyncio.to_thread(lambda: _encoded(answer(Query(request))))
+            body = await asyncio.to_thread(lambda: _json_bytes(answer(Query(request))))
         except PalaestraError as error:
             return web.json_response({"detail": str(error)}, status=400)
         response = web.Response(body=body, content_type="application/json")
@@ -399,7 +399,7 @@ def _json(answer: _Answer) -> Handler:
     return handle
 
 
-def _encoded(value: JSON) -> bytes:
+def _json_bytes(value: JSON) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (UnicodeEncodeError, msgspec.MsgspecError):  # a lone surrogate, which JSON can only escape

@@ -71,7 +71,7 @@ def run_summary(index: RunIndex, name: str, own: Mapping[str, float] | None = No
         "model": facts.get("model", ""),
         "seed": facts.get("seed", ""),
         "state": run_state(index),
-        "kind": _kind(config),
+        "kind": _run_kind(config),
         "started_at": float(facts.get("started_at", "0")),
         "last_at": float(facts.get("last_at", "0")),
         "indexed": [read, size],
@@ -163,7 +163,7 @@ def run_state(index: RunIndex) -> str:
     return KILLED if stages is None else {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(stages)]
 
 
-def _kind(config: Mapping[str, JSON]) -> str:
+def _run_kind(config: Mapping[str, JSON]) -> str:
     if config.get("environment") == "batch":
         return "batch"
     if config.get("fork"):

@@ -27,18 +27,18 @@ class TokenTexts:
     def __init__(self, runs: OpenRuns, chosen: str | None = None) -> None:
         self._runs = runs
         self._found: dict[str, FastTokenizer | None] = {}
-        self._chosen = None if chosen is None else _load(chosen)
+        self._chosen = None if chosen is None else _load_tokenizer(chosen)
 
     def __call__(self, run: str) -> Names | None:
         """Return the function that gives the texts of a run's tokens, or None if no tokenizer is known."""
         tokenizer = self._chosen
         if tokenizer is None:
             if run not in self._found:
-                self._found[run] = self._own(run)
+                self._found[run] = self._tokenizer_of(run)
             tokenizer = self._found[run]
         return None if tokenizer is None else _Texts(tokenizer)
 
-    def _own(self, run: str) -> FastTokenizer | None:
+    def _tokenizer_of(self, run: str) -> FastTokenizer | None:
         index = self._runs[run]
         config = index.config()
         env, server = config.get("env") or {}, (config.get("openai") or [{}])[0]
@@ -49,7 +49,7 @@ class TokenTexts:
         try:
             path = local_path(named)
             folder = path if path.is_absolute() else Path(str(config.get("folder", "."))) / path
-            return _load(str(folder)) if folder.is_dir() else None
+            return _load_tokenizer(str(folder)) if folder.is_dir() else None
         except ConfigError:
             return None
 
@@ -64,7 +64,7 @@ class _Texts:
         return [self._tokenizer.decode([each], skip_special_tokens=False) for each in ids]
 
 
-def _load(name: str) -> FastTokenizer:
+def _load_tokenizer(name: str) -> FastTokenizer:
     from palaestra_tokens.tokenizers import load_tokenizer  # imported here, because it needs the extra `tokens`
 
     return load_tokenizer(name)

@@ -56,14 +56,14 @@ class WordlessPolicy(OraclePolicy):
         if (turn := turns_taken(context, messages)) < acts:
             says = isinstance(solution_steps(context.task)[turn], Say)
             return GOES_ON if says else super().act(context, messages)
-        return ", ".join([*_numbers(messages), *_hexadecimals(context.task)]) if self._numbers else "Done."
+        return ", ".join([*_returned_numbers(messages), *_hexadecimals(context.task)]) if self._numbers else "Done."
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
         assert context.task is not None
         return turns_taken(context, messages) > (actions(context.task) if context.task.solution is not None else 0)
 
 
-def _numbers(messages: Sequence[Message]) -> Sequence[str]:
+def _returned_numbers(messages: Sequence[Message]) -> Sequence[str]:
     texts = [str(message.get("content")) for message in messages if message.get("role") == "tool"]
     returned = dict.fromkeys(number for text in texts for number in NUMBER.findall(text))
     returned |= {each[0]: None for text in texts for each in _HEXADECIMAL.finditer(text) if is_hexadecimal(each[0])}

@@ -113,10 +113,10 @@ def generate(selection: TaskSelection, count: int, first: int = 0) -> Iterator[G
     """Yield tasks `first` to `first + count - 1` of a selection. Raises `ConfigError` for a bad selection."""
     families = selection.chosen()
     for number in range(first, first + count):
-        yield _task(selection, families, number)
+        yield _generate_task(selection, families, number)
 
 
-def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> GeneratedTask:
+def _generate_task(selection: TaskSelection, families: Sequence[Family], number: int) -> GeneratedTask:
     name = (selection.seed, "task", number)
     stream = Stream(*name, "shape")
     level = min(selection.level(stream), len(families))

@@ -170,12 +170,12 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
         argv, problem = ["bash", "-e", "-c", task.setup], f"{task.id}: its %post script fails"
         await check_execute(slot, argv, problem, timeout_s=_SETUP_TIMEOUT_S, shown=1000)
     if task.initial_tests:
-        first = await _run(task.initial_tests, slot, toolchain, timeout_s)
+        first = await _run_tests(task.initial_tests, slot, toolchain, timeout_s)
         if bad := _not_passed(first):
             raise PrepareError(
                 f"{task.id}: its initial state is wrong; {bad[0]} does not pass:\n{first.output[-1000:]}"
             )
-    last = await _run(task.final_tests, slot, toolchain, timeout_s)
+    last = await _run_tests(task.final_tests, slot, toolchain, timeout_s)
     if not last.statuses or last.collect_errors:
         raise PrepareError(f"{task.id}: its tests of the final state cannot run:\n{last.output[-1000:]}")
     if not _not_passed(last):
@@ -196,7 +196,7 @@ async def score_folder(
 
     Raises `GraderError` if the tests did not run.
     """
-    run = await _run(task.final_tests, slot, toolchain, timeout_s)
+    run = await _run_tests(task.final_tests, slot, toolchain, timeout_s)
     run.check_ended(task.id)
     if run.collect_errors and not run.statuses:
         raise GraderError(f"{task.id}: its tests were not found:\n{run.output[-1000:]}")
@@ -226,7 +226,7 @@ async def _control(
 
     async def falsified(texts: Mapping[str, str]) -> TestRun:
         async with slot.fork() as fork:
-            return await _run(texts[_TEST_FILE], fork, toolchain, timeout_s)
+            return await _run_tests(texts[_TEST_FILE], fork, toolchain, timeout_s)
 
     tests, earning = {_TEST_FILE: task.final_tests}, sorted(names)
     work = await python_texts(slot, await python_files(slot, HOME))
@@ -235,7 +235,7 @@ async def _control(
     return Controlled((*copied, *controls.labels), controls.uncontrolled)
 
 
-async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:
+async def _run_tests(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:
     await slot.remove(TESTS_DIR)
     await slot.write_text(f"{TESTS_DIR}/{_TEST_FILE}", tests)
     await slot.write_text(f"{TESTS_DIR}/pytest.ini", "[pytest]\n")

@@ -49,7 +49,7 @@ async def _prepared(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> S
         for path, text in task.files.items():
             await slot.write_text(path, text)
         if task.setup:
-            await _run(slot, task, task.setup, "its set-up fails")
+            await _run_script(slot, task, task.setup, "its set-up fails")
         if wrong := await first_fault(task.initial, slot):
             raise TaskError(f"{task.id}: its initial state is wrong: {wrong}")
     except BaseException:
@@ -91,7 +91,7 @@ def _put(source: str, paths: Sequence[str]) -> str:
 async def _check_oracle(task: GeneratedTask, slots: SlotSource, snapshot: Snapshot) -> None:
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
-        await _run(slot, task, task.solution, "its solution fails")
+        await _run_script(slot, task, task.solution, "its solution fails")
 
         async def sealed() -> Slot:
             snapshot = await slots.seal(slot, GRADED)
@@ -103,5 +103,5 @@ async def _check_oracle(task: GeneratedTask, slots: SlotSource, snapshot: Snapsh
             raise TaskError(f"{task.id}: its solution does not pass: {next(filter(None, wrong))}")
 
 
-async def _run(slot: Slot, task: GeneratedTask, script: str, problem: str) -> None:
+async def _run_script(slot: Slot, task: GeneratedTask, script: str, problem: str) -> None:
     await check_execute(slot, script, f"{task.id}: {problem}", cwd=WORKSPACE, timeout_s=_TIMEOUT_S, error=TaskError)

@@ -106,12 +106,12 @@ def _form(text: str) -> str:
     """Return the constants of a Python text, or the whole of another text, in one form."""
     tree = parse(text)
     try:
-        return _plain(text) if tree is None else "\n".join(_constants([tree]))
+        return _comparable(text) if tree is None else "\n".join(_constants([tree]))
     except (ValueError, RecursionError, MemoryError):  # a number that is too long, or deep nesting
-        return _plain(text)
+        return _comparable(text)
 
 
-def _plain(text: str) -> str:
+def _comparable(text: str) -> str:
     """Return a text without quotes, with one kind of bracket, and with single spaces."""
     return _AROUND.sub(r"\1", _SPACE.sub(" ", text).translate(_PLAIN)).strip()
 
@@ -124,7 +124,7 @@ def _constants(nodes: Iterable[ast.AST], *, parts: bool = False) -> Iterator[str
         value = literal(node)
         # 0 and 1 equal False and True, also as 1.0, so they are left out too: all code has them.
         if value not in (None, True, False, ...):
-            yield _plain(repr(value))
+            yield _comparable(repr(value))
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if (parts or value is ...) and not docstring:
             left += ast.iter_child_nodes(node)
@@ -144,7 +144,7 @@ def _constants_of(path: str, text: str, names: frozenset[str] | None) -> frozens
         # Of the rows of a parametrized test, only those in the names of earning tests count. If no row is found there,
         # as with ids that the author wrote, all rows do.
         ids = [name.partition("[")[2] for name in wanted if f"::{test.name}[" in name]
-        named = _plain(" ".join(ids))  # pytest makes the names of parametrized tests from their values
+        named = _comparable(" ".join(ids))  # pytest makes the names of parametrized tests from their values
         found |= {each for each in rows if _contains(named, each)} or rows
         found.update(_constants(test.body, parts=True))
     return frozenset(each.lstrip("-") for each in found if len(each) >= _SHORTEST)

@@ -207,7 +207,7 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
         if phase["failure"]
     }
     return TestRun(
-        statuses={name: _status(reports) for name, reports in phases.items() if name in collected},
+        statuses={name: _worst_status(reports) for name, reports in phases.items() if name in collected},
         complete=finish is not None and collected <= phases.keys(),
         timed_out=bool(result.metadata.get("timeout")),
         exit_status=finish["exit_status"] if finish else None,
@@ -233,7 +233,7 @@ def reads_of_tests(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[
     return [Label("tests_read", evidence)] if found else []
 
 
-def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
+def _worst_status(phases: Sequence[Mapping[str, JSON]]) -> Status:
     """Return the worst outcome of a test's phases: a failing teardown overrides a passing call."""
     return min(map(_phase_status, phases), key=[*Status].index)
 

@@ -492,8 +492,8 @@ def _read_published(names: tuple[str, str, str], log: str) -> Statuses:
         done = subprocess.run(argv, input=text, capture_output=True, timeout=_FOREIGN_S, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return {}
-    return {test: _status(word) for test, word in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {test: _status_of_word(word) for test, word in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def _status(word: str) -> Status:
+def _status_of_word(word: str) -> Status:
     return {"XFAIL": Status.XFAILED}.get(word) or Status(word.lower())

@@ -85,14 +85,14 @@ async def _pytest(
 ) -> TestRun:
     arguments = [*_PYTEST, *toolchain.pytest_args, *(("--tb=no", "-rN") if brief else ())]
     plan = {"files": list(files), "arguments": arguments, "watching": watching}
-    records, result = await _run(slot, toolchain, root, PYTEST, plan, timeout_s)
+    records, result = await _run_plan(slot, toolchain, root, PYTEST, plan, timeout_s)
     run = read_run(records, result)
     if run.exit_status == 0 and result.exit_code:  # code that runs at the end of the process has failed
         run = replace(run, exit_status=result.exit_code)
     return run
 
 
-async def _run(
+async def _run_plan(
     slot: Slot, toolchain: Toolchain, root: str, script: str, plan: Mapping[str, JSON], timeout_s: float
 ) -> tuple[list[Mapping[str, JSON]], ExecutionResult]:
     plan = {
@@ -140,7 +140,7 @@ async def run_django(
         "files": list(files),
         "watching": watching,
     }
-    records, result = await _run(slot, toolchain, repo_dir, "unittest_reporter.py", plan, timeout_s)
+    records, result = await _run_plan(slot, toolchain, repo_dir, "unittest_reporter.py", plan, timeout_s)
     reported: dict[str, Status] = {}
     known_as: dict[str, tuple[str, ...]] = {}
     failures: dict[str, FailedTest] = {}

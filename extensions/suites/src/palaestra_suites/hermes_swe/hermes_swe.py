@@ -137,13 +137,13 @@ class HermesSweEnvironment(ListedEnvironment):
         """
         item: ProgrammingTask = task.data
         async with sandbox.fork() as fork:
-            before = await self._run(fork, item.suite.text)
+            before = await self._run_suite(fork, item.suite.text)
             if not errors_of(before, item.suite.names):
                 raise TaskError(f"{task.id}: its tests pass before any work is done")
             if item.solution is not None:
                 for path, text in item.solution.items():
                     await fork.write_text(path, text)
-                after = await self._run(fork, item.suite.text)
+                after = await self._run_suite(fork, item.suite.text)
                 for name, error in errors_of(after, item.suite.names).items():
                     raise PrepareError(
                         f"{task.id}: its reference solution does not pass {name}:\n{without_middle(error, 1000)}"
@@ -156,7 +156,7 @@ class HermesSweEnvironment(ListedEnvironment):
             return None
         return [cache_key.of_data(task.data, task.id), self.config.test_timeout_s]
 
-    async def _run(self, slot: Slot, text: str) -> TestRun:
+    async def _run_suite(self, slot: Slot, text: str) -> TestRun:
         return await self._run_in_time(slot, text, self.config.test_timeout_s)
 
     async def _run_in_time(self, slot: Slot, text: str, timeout_s: float) -> TestRun:
@@ -194,7 +194,7 @@ class HermesSweEnvironment(ListedEnvironment):
 
         async def on_work(texts: Mapping[str, str]) -> TestRun:
             async with slot.fork() as fork:
-                return await self._run(fork, texts[""])
+                return await self._run_suite(fork, texts[""])
 
         async def on_reference(texts: Mapping[str, str]) -> TestRun:
             return await self._run_over({**item.files, **(item.solution or {})}, slot, texts[""])
@@ -209,4 +209,4 @@ class HermesSweEnvironment(ListedEnvironment):
                 await fork.remove(entry.path)
             for path, content in files.items():
                 await fork.write_text(str(PurePosixPath(WORKSPACE, path)), content)
-            return await self._run(fork, text)
+            return await self._run_suite(fork, text)

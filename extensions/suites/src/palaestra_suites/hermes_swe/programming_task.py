@@ -71,7 +71,7 @@ def _parse(row: RowFields, name: str, prompt_field: str) -> ProgrammingTask:
     prompt, code = row.required(prompt_field), row.required(*_TESTS)
     files = _files(row, "files")
     entry_point = row.optional("entry_point")
-    solution = _solution(row, prompt)
+    solution = _solution_files(row, prompt)
     known = {_module(path) for path in (*files, *(solution or {}))}
     suite = make_suite(code, entry_point, known, prompt)
     if entry_point:
@@ -94,7 +94,7 @@ def _files(row: RowFields, column: str) -> dict[str, str]:
     return dict(value)
 
 
-def _solution(row: RowFields, prompt: str) -> dict[str, str] | None:
+def _solution_files(row: RowFields, prompt: str) -> dict[str, str] | None:
     value = row.values.get("solution")
     if isinstance(value, str) and value.strip() and not value.lstrip().startswith("{"):
         return {f"{MODULE}.py": value}

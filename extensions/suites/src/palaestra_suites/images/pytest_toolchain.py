@@ -67,10 +67,10 @@ async def find_test_tools(cache: DependencyCache, requirements: Sequence[str]) -
         raise PrepareError(f"the packages of its tests cannot be installed: {error}") from None
     executable, prefixes = interpreter()
     mounts = tuple(mount for mount in chain.mounts if mount not in prefixes)
-    commands = [_started("/usr/bin/python3"), _started("/usr/local/bin/python3")]
+    commands = [_python_command("/usr/bin/python3"), _python_command("/usr/local/bin/python3")]
     for prefix in prefixes:  # at a path that every user of the slot may read
         mounts = (*mounts, replace(prefix, target=PYTHON_DIR))
-        moved = _started(executable.replace(prefix.target, PYTHON_DIR, 1))
+        moved = _python_command(executable.replace(prefix.target, PYTHON_DIR, 1))
         commands.insert(0, ("env", f"LD_LIBRARY_PATH={PYTHON_DIR}/lib:{LIBRARIES_DIR}", *moved))
         mounts = (*mounts, Mount(str(await _libraries(cache.root)), LIBRARIES_DIR))
     return TestTools(tuple(commands), mounts, chain.dependencies)
@@ -80,7 +80,7 @@ def _executable(command: Sequence[str]) -> str:
     return next(word for word in command if word.startswith("/"))
 
 
-def _started(executable: str) -> tuple[str, ...]:
+def _python_command(executable: str) -> tuple[str, ...]:
     return (executable, *_FLAGS)
 
 
@@ -130,7 +130,7 @@ async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], 
         except (ValueError, IndexError):
             continue
         if executable.startswith("/usr/"):  # graders see these programs as they were before the agent
-            return _started(executable), tuple(packages)
+            return _python_command(executable), tuple(packages)
     return None
 
 
@@ -140,13 +140,13 @@ async def _libraries(cache: Path) -> Path:
     key = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode()).hexdigest()[:20]
 
     async def gather(fresh: Path) -> None:
-        for library in await _loaded():
+        for library in await _linked_libraries():
             shutil.copy2(library, fresh / library.name)
 
     return await build_once(cache / f"libraries-{key}", gather, timeout_s=_GATHER_S)
 
 
-async def _loaded() -> set[Path]:
+async def _linked_libraries() -> set[Path]:
     """Return the libraries that the interpreter and its extension modules load, according to `ldd`."""
     if shutil.which("ldd") is None:
         return set()

@@ -125,7 +125,7 @@ class RepositoryCache:
         """Return the path of the bare repository with the row's commit, which is fetched if necessary."""
         source = self.source(row)
         name = f"{row.repo.replace('/', '__')}-{hashlib.sha256(source.encode()).hexdigest()[:8]}.git"
-        path = await build_once(self._root / name, self._create, timeout_s=self._timeout_s)
+        path = await build_once(self._root / name, self._init_bare_repository, timeout_s=self._timeout_s)
         async with file_lock(self._root / f"{name}.lock", timeout_s=self._timeout_s):
             if await self._resolve(path, row.base_commit) is None:
                 await self._fetch(path, source, row)
@@ -148,13 +148,13 @@ class RepositoryCache:
     async def _with_tests(self, row: SweRow, path: Path, tip: str) -> str:
         """Return the tip of a SWE-smith branch, or its parent if the tip is the commit that removes the failing
         tests."""
-        if not set(row.test_files) <= set(await self._files(path, tip)):
+        if not set(row.test_files) <= set(await self._paths_in_commit(path, tip)):
             parent = await self._resolve(path, f"{tip}^")
-            if parent is not None and set(row.test_files) <= set(await self._files(path, parent)):
+            if parent is not None and set(row.test_files) <= set(await self._paths_in_commit(path, parent)):
                 return parent
         return tip
 
-    async def _files(self, path: Path, commit: str) -> tuple[str, ...]:
+    async def _paths_in_commit(self, path: Path, commit: str) -> tuple[str, ...]:
         listing = await self._git(path, "ls-tree", "-r", "-z", "--name-only", commit)
         return tuple(os.fsdecode(name) for name in listing.split(b"\0") if name)
 
@@ -261,9 +261,9 @@ class RepositoryCache:
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Return every file of the row's commit, relative to the repository's root."""
-        return await self._files(*await self.locate(row))
+        return await self._paths_in_commit(*await self.locate(row))
 
-    async def _create(self, fresh: Path) -> None:
+    async def _init_bare_repository(self, fresh: Path) -> None:
         """Make an empty bare repository whose archives also contain files marked `export-ignore`, because these are
         often the tests."""
         await self._git(fresh, "init", "--quiet", "--bare", str(fresh))

@@ -112,9 +112,9 @@ def recipe_of(row: RowFields, language: str) -> RowRecipe:
     config = row.decoded("install_config")
     config = config if isinstance(config, Mapping) else {}
     build, tests = _of_script(row.optional("eval_script"))
-    build += _ours(_texts(row.values.get("rebuild_cmds")))
-    tests += _texts(config.get("test_cmd")) or _texts(row.values.get("test_cmds"))
-    install = _ours([*_texts(config.get("pre_install")), *_texts(config.get("install"))])
+    build += _ours(_text_list(row.values.get("rebuild_cmds")))
+    tests += _text_list(config.get("test_cmd")) or _text_list(row.values.get("test_cmds"))
+    install = _ours([*_text_list(config.get("pre_install")), *_text_list(config.get("install"))])
     return RowRecipe(
         language=found,
         parser=parser,
@@ -181,7 +181,7 @@ def _ours(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line.strip() and not _NOT_OURS.match(line)]
 
 
-def _texts(value: JSON) -> list[str]:
+def _text_list(value: JSON) -> list[str]:
     return [value] if isinstance(value, str) and value.strip() else [str(each) for each in as_list(value)]
 
 

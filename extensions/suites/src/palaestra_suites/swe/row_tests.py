@@ -47,7 +47,7 @@ async def run_row(
     run = await run_files(slot, toolchain, repo_dir, row.test_files, timeout_s=timeout_s, watching=watching)
     statuses, known_as = dict(run.statuses), dict[str, tuple[str, ...]]()
     for name, tests in meant(names, run.statuses):
-        statuses[name] = _shown([run.statuses[test] for test in tests])
+        statuses[name] = _listed_status([run.statuses[test] for test in tests])
         for test in tests:
             known_as[test] = (*known_as.get(test, ()), name)
     return replace(run, statuses=statuses, known_as=known_as)
@@ -95,7 +95,7 @@ def with_node_ids(row: SweRow, run: TestRun) -> SweRow:
     return replace(row, names=TestNames.PYTEST, fail_to_pass=failing, pass_to_pass=passing)
 
 
-def _shown(statuses: Sequence[Status]) -> Status:
+def _listed_status(statuses: Sequence[Status]) -> Status:
     """Return the status of tests that a log lists under one name. The last line counts: failed tests come after passed
     ones, and the lines of skipped tests name no test."""
     return min(statuses, key=_LAST_LINE_FIRST.index, default=Status.MISSING)

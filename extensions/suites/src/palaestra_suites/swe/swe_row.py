@@ -266,7 +266,7 @@ def parse_row(raw: Mapping[str, JSON], number: int = 0) -> SweRow:
 
 
 def _parse(row: RowFields) -> SweRow:
-    kind = _kind(row)
+    kind = _row_kind(row)
     instance_id = row.required("instance_id")
     if kind is not RowKind.ORACLE:
         unified_diff.parse(row.required("patch"))
@@ -349,7 +349,7 @@ def _tests(row: RowFields, column: str) -> tuple[str, ...]:
     return tuple(name for name in row.texts(column) if not _PROGRESS.fullmatch(name))
 
 
-def _kind(row: RowFields) -> RowKind:
+def _row_kind(row: RowFields) -> RowKind:
     if row.optional("kind"):
         return RowKind(row.optional("kind"))
     if row.optional("test_patch"):

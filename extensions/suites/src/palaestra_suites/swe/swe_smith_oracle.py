@@ -478,7 +478,7 @@ class SweEnvironment(ListedEnvironment):
             if solved:
                 await replace_work(fork, self.repositories, work.row, REPOSITORY, (), solved=True)
             await add_tests(fork, self.repositories, work.row, REPOSITORY)
-            return await self._run(fork, work, names)
+            return await self._run_row_tests(fork, work, names)
 
     async def _declared(self, work: ResolvedRow, sandbox: Slot) -> AsyncIterator[str]:
         """Install what the repository declares for its tests, one place after the other, and yield the place's name."""
@@ -531,7 +531,7 @@ class SweEnvironment(ListedEnvironment):
             )
         return found
 
-    async def _run(
+    async def _run_row_tests(
         self, slot: Slot, work: ResolvedRow, names: Sequence[str], timeout_s: float | None = None
     ) -> TestRun:
         limit_s = timeout_s or self.config.test_timeout_s
@@ -645,7 +645,7 @@ class SweEnvironment(ListedEnvironment):
             view = await self._graded_view(row, grading, kept)
             work = rollout.task.data.with_options(view.prepared.options)
             async with self._fork(view, work, Shown.WORK) as fork:
-                await self._run(fork, work, view.prepared.row(row).node_ids)
+                await self._run_row_tests(fork, work, view.prepared.row(row).node_ids)
                 files = await self.repositories.files(row, gone)
                 ways = await old_places(fork, REPOSITORY, files, view.changed, found.build_files, pristine) or [{}]
         if not language.lists_sources:
@@ -742,7 +742,7 @@ class SweEnvironment(ListedEnvironment):
     ) -> TestRun:
         """Run the row's test files in a fresh fork."""
         async with self._fork(view, work, shown) as fork:
-            run = await self._run(fork, work, row.node_ids, timeout_s)
+            run = await self._run_row_tests(fork, work, row.node_ids, timeout_s)
         logged = row.recipe is not None and shown is Shown.WORK
         return await asyncio.to_thread(view.prepared.compared, run) if logged else run
 
@@ -783,7 +783,7 @@ class SweEnvironment(ListedEnvironment):
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             async with self._fork(graded.view, work, shown) as fork:
                 await write_texts(fork, REPOSITORY, texts)
-                return await self._run(fork, work, row.node_ids, limit_s)
+                return await self._run_row_tests(fork, work, row.node_ids, limit_s)
 
         reference = functools.partial(on, Shown.RIGHT) if row.patch else None
         run = functools.partial(on, Shown.WORK)

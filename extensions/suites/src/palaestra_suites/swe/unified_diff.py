@@ -37,7 +37,7 @@ class FileDiff:
 def parse(text: str) -> tuple[FileDiff, ...]:
     """Return the changed files. Raises `DiffError` if the diff has no file header, is incomplete, or changes a binary
     file without its data."""
-    files = tuple(_files(split_lines(text)))
+    files = tuple(_file_diffs(split_lines(text)))
     if not files:
         raise DiffError("not a unified diff: no file header found")
     return files
@@ -65,7 +65,7 @@ def split_lines(text: str) -> list[str]:
     return [*whole, lines[-1]] if lines[-1] else whole
 
 
-def _files(lines: list[str]) -> Iterator[FileDiff]:
+def _file_diffs(lines: list[str]) -> Iterator[FileDiff]:
     index = 0
     while index < len(lines):
         if lines[index].startswith("diff --git "):

@@ -210,7 +210,7 @@ async def with_other_tests(
     paths = [
         path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
     ]
-    others = _texts(await cache.files(row, paths)) if lost else {}
+    others = _texts_by_path(await cache.files(row, paths)) if lost else {}
     return {**{path: others[path] for path in _naming(lost, others)}, **tests}
 
 
@@ -218,10 +218,10 @@ async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: s
     """Write the test files into a grading slot, and return their texts by path."""
     files = await test_files(cache, row)
     await write_files(slot, repo_dir, files)
-    return _texts(files)
+    return _texts_by_path(files)
 
 
-def _texts(files: TreeFiles) -> dict[str, str]:
+def _texts_by_path(files: TreeFiles) -> dict[str, str]:
     return {path: file.text for path, file in files.items() if file is not None and not file.is_link}
 
 
@@ -248,7 +248,7 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> TreeFiles:
     """Return the test files that the agent gets in a different form, with None for files that it does not get."""
     files = await test_files(cache, row)
     if row.recipe is not None:  # names in a log have no file, so a file that mentions a failing test is left out
-        return dict.fromkeys(_naming(row.fail_to_pass, _texts(files)))
+        return dict.fromkeys(_naming(row.fail_to_pass, _texts_by_path(files)))
     found: dict[str, TreeFile | None] = {}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
     for path, file in files.items():

@@ -133,7 +133,7 @@ async def checkers_in(
     if not cases:
         return found
     async with work(found)() as slot:
-        before = [await _answers(slot, setup, case.path, case.data) for case in cases]
+        before = [await _test_failures(slot, setup, case.path, case.data) for case in cases]
     checkers = []
     for path in found:
         said = await _said(cases, setup, work([each for each in found if each != path]))
@@ -178,7 +178,7 @@ async def _cases(
         opened = await _opened(slot, setup, data)
         texts = {path: await content_of(slot, path, _MOST_BYTES) for path in data if path in opened}
         made = [(path, other) for path, text in [*texts.items()][:_MOST_READ] for other in _others(text or b"")]
-        return [_Case(path, other, await _answers(slot, setup, path, other)) for path, other in made]
+        return [_Case(path, other, await _test_failures(slot, setup, path, other)) for path, other in made]
 
 
 async def _files_in(slot: Slot, places: Collection[str]) -> list[str]:
@@ -210,26 +210,28 @@ async def _said(cases: Sequence[_Case], setup: VerifierSetup, work: GradedViews)
     """Return what failed tests print over the work in each case, or None if the work does not read the data."""
     async with work() as slot:
         opened = await _opened(slot, setup, list({case.path for case in cases}))
-        return [await _answers(slot, setup, case.path, case.data) if case.path in opened else None for case in cases]
+        return [
+            await _test_failures(slot, setup, case.path, case.data) if case.path in opened else None for case in cases
+        ]
 
 
 async def _opened(slot: Slot, setup: VerifierSetup, paths: Sequence[str]) -> set[str]:
     """Return which files are opened while the verifier runs."""
     async with slot.fork() as fork:
-        opened = (await _run(fork, replace(setup, inputs=paths))).opened
+        opened = (await _run_verifier(fork, replace(setup, inputs=paths))).opened
     return {path for path in paths if opened.get(path)}
 
 
-async def _answers(slot: Slot, setup: VerifierSetup, path: str, data: bytes) -> Mapping[str, str]:
+async def _test_failures(slot: Slot, setup: VerifierSetup, path: str, data: bytes) -> Mapping[str, str]:
     """Return what the tests print that fail with this content of a file, which keeps its owner and permissions."""
     write = ["/bin/sh", "-c", 'cat > "$1"', "sh", path]
     async with slot.fork() as fork:
         await fork.execute(write, cwd="/", stdin=data, timeout_s=30, spill=False)
-        run = await _run(fork, setup)
+        run = await _run_verifier(fork, setup)
     return {test: failure.message for test, failure in run.failures.items()}
 
 
-async def _run(slot: Slot, setup: VerifierSetup) -> TestRun:
+async def _run_verifier(slot: Slot, setup: VerifierSetup) -> TestRun:
     try:
         return await run_with_tests(lambda: nullcontext(slot), setup, {})
     except GraderError:  # it timed out

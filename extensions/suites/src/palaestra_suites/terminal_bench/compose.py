@@ -231,7 +231,7 @@ class _Reader:
             known = key in _CARRIED | _NO_EFFECT or str(key).startswith("x-")
             if not known and not _is_nothing(value) and not _is_harmless(str(key), value):
                 raise Unsupported(f"{COMPOSE_NAME} sets {where}.{str(key)[:100]}, which slots do not support")
-        volumes = _list(fields.get("volumes"), where)
+        volumes = _checked_list(fields.get("volumes"), where)
         if name != MAIN and any(map(_is_log_mount, volumes)):
             raise Unsupported(
                 f"{COMPOSE_NAME}: {where}.volumes shares Harbor's log directories, but slots share no files"
@@ -254,7 +254,7 @@ class _Reader:
             workdir=_text(fields.get("working_dir"), f"{where}.working_dir"),
             user=_text(fields.get("user"), f"{where}.user"),
             after=_after(fields.get("depends_on"), f"{where}.depends_on"),
-            health=_health(fields.get("healthcheck"), f"{where}.healthcheck"),
+            health=_health_check(fields.get("healthcheck"), f"{where}.healthcheck"),
             restart=restart,
             restarts=restarts,
             names=tuple(dict.fromkeys([name, *names, *self._own_names(fields, where)])),
@@ -323,7 +323,7 @@ class _Reader:
     def _env(self, fields: Mapping[str, JSON], where: str) -> dict[str, str]:
         found: dict[str, str] = {}
         files = fields.get("env_file")
-        for each in [files] if isinstance(files, str | dict) else _list(files, f"{where}.env_file"):
+        for each in [files] if isinstance(files, str | dict) else _checked_list(files, f"{where}.env_file"):
             entry = {"path": each} if isinstance(each, str) else _mapping(each, f"{where}.env_file")
             path = self._inside(str(entry.get("path") or ""), f"{where}.env_file")
             if not path.is_file() and entry.get("required") is False:
@@ -422,7 +422,7 @@ def _mapping(value: JSON, where: str) -> dict[str, JSON]:
     return {str(key): each for key, each in (value or {}).items()}
 
 
-def _list(value: JSON, where: str) -> list[JSON]:
+def _checked_list(value: JSON, where: str) -> list[JSON]:
     if value is not None and not isinstance(value, list):
         raise TaskError(f"{COMPOSE_NAME}: {where} has {value!r:.100} in place of a list")
     return value or []
@@ -490,7 +490,7 @@ def _after(value: JSON, where: str) -> dict[str, Condition]:
     return found
 
 
-def _health(value: JSON, where: str) -> HealthCheck | None:
+def _health_check(value: JSON, where: str) -> HealthCheck | None:
     fields = _mapping(value, where)
     test = fields.get("test")
     command = ("CMD-SHELL", test) if isinstance(test, str) else words(test, f"{where}.test") or ()
@@ -531,7 +531,7 @@ def _hosts(value: JSON, where: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         entries = [(str(name), address) for name, address in value.items()]
     else:
-        texts = [str(each).replace("=", ":", 1) for each in _list(value, where)]
+        texts = [str(each).replace("=", ":", 1) for each in _checked_list(value, where)]
         entries = [(text.partition(":")[0], text.partition(":")[2]) for text in texts]
     for name, address in entries:
         _check_names([name], where)

@@ -137,7 +137,7 @@ def pairs(value: JSON, key: str, known: Mapping[str, str]) -> dict[str, str]:
     """Return variables, from a mapping or a list of `NAME=VALUE`. A name without a value has that of `known`; if it has
     none, it is left out. Raises `TaskError`."""
     if isinstance(value, Mapping):
-        given = {str(name): None if one is None else _plain(one, f"{key}.{name}") for name, one in value.items()}
+        given = {str(name): None if one is None else _as_text(one, f"{key}.{name}") for name, one in value.items()}
     elif value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         given = {each.partition("=")[0]: each.partition("=")[2] if "=" in each else None for each in value or ()}
     else:
@@ -149,7 +149,7 @@ def pairs(value: JSON, key: str, known: Mapping[str, str]) -> dict[str, str]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def _plain(value: JSON, key: str) -> str:
+def _as_text(value: JSON, key: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float):

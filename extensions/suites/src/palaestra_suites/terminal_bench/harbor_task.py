@@ -130,7 +130,7 @@ def read_task(folder: Path, variables: Mapping[str, str] | None = None) -> Termi
         instruction=first.instruction if first else _instruction(folder / "instruction.md"),
         recipe=_recipe(folder / "environment", environment) if main is None else main.recipe,
         verifier=verifiers[0],
-        solution=first.solution if first else _solution(folder / "solution", config.section("solution")),
+        solution=first.solution if first else _solution_script(folder / "solution", config.section("solution")),
         metadata=TaskMetadata(
             metadata.text("category") or "uncategorized",
             metadata.text("difficulty") or "unknown",
@@ -160,7 +160,7 @@ def read_cheat(task: TerminalTask, variables: Mapping[str, str] | None = None) -
     if task.format is not Format.HARBOR or not (task.path / "cheat").is_dir():
         return None
     config = TypedFields(read_toml_file(task.path / CONFIG_NAME), known=variables)
-    return _solution(task.path / "cheat", config.section("solution"))
+    return _solution_script(task.path / "cheat", config.section("solution"))
 
 
 def _unknown_version(config: TypedFields) -> list[str]:
@@ -249,10 +249,10 @@ def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
     main = services.get(MAIN) or Service(MAIN, _recipe(folder, environment), names=(MAIN,), limits=_limits(environment))
     if main.health is not None:
         raise Unsupported(f"{check.key('command')} and {COMPOSE_NAME} both have a health check of {MAIN}; keep one")
-    return {**services, MAIN: replace(main, health=_health(check))}
+    return {**services, MAIN: replace(main, health=_health_check(check))}
 
 
-def _health(check: TypedFields) -> HealthCheck:
+def _health_check(check: TypedFields) -> HealthCheck:
     return HealthCheck(
         ("bash", "-c", check.required("command")),
         interval_s=check.number("interval_sec") or 5.0,
@@ -376,7 +376,7 @@ def _collect_hooks(levels: Sequence[TypedFields]) -> tuple[CollectHook, ...]:
     return tuple(hooks)
 
 
-def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
+def _solution_script(folder: Path, solution: TypedFields) -> SolutionScript | None:
     if not (folder / "solve.sh").is_file():
         return None
     return SolutionScript(
@@ -464,12 +464,12 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
                 name=name,
                 instruction=_instruction(place / "instruction.md"),
                 verifier=_verifier(place / "tests", merged, folder, config, section),
-                solution=_solution(place / "solution", config.section("solution"))
-                or _solution(folder / "solution", config.section("solution")),
+                solution=_solution_script(place / "solution", config.section("solution"))
+                or _solution_script(folder / "solution", config.section("solution")),
                 min_reward=_min_reward(section),
                 workdir=place / "workdir" if (place / "workdir").is_dir() else None,
                 agent_timeout_s=section.section("agent").number("timeout_sec"),
-                health=_health(section.section("healthcheck")) if section.section("healthcheck").values else None,
+                health=_health_check(section.section("healthcheck")) if section.section("healthcheck").values else None,
             )
         except Unsupported:
             raise

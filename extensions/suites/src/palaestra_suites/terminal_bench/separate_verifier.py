@@ -88,7 +88,7 @@ async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Co
                     size = done.size
                     left_out += done.left_out
             if size > room:  # a program of the slot let it grow meanwhile
-                await asyncio.to_thread(_remove, place)
+                await asyncio.to_thread(_remove_path, place)
                 left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
                 continue
             room -= size
@@ -159,7 +159,7 @@ def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
             path = Path(here, name)
             inside = str(path.relative_to(place))
             if any(fnmatch.fnmatchcase(each, pattern) for pattern in exclude for each in (inside, name)):
-                _remove(path)
+                _remove_path(path)
             elif path.is_symlink():
                 if _leaves(place, inside, os.readlink(path)):
                     path.unlink()
@@ -183,7 +183,7 @@ def _leaves(place: Path, inside: str, target: str) -> bool:
     return target.startswith("/")
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

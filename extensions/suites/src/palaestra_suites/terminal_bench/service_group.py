@@ -235,7 +235,7 @@ class ServiceGroup:
         for name in self.plan.order:
             for other, condition in self.plan.services[name].service.after.items():
                 await self._wait(other, condition)
-            await self._run(name)
+            await self._start_service(name)
         waited = {name for each in self.plan.services.values() for name in each.service.after}
         for name, each in self.plan.services.items():
             if each.service.health is not None:
@@ -243,7 +243,7 @@ class ServiceGroup:
             elif name in self.processes and name not in waited:
                 await self._check_runs(name)
 
-    async def _run(self, name: str) -> None:
+    async def _start_service(self, name: str) -> None:
         each, slot = self.plan.services[name], self.slots[name]
         if not each.argv:
             return

@@ -150,7 +150,7 @@ class TaskEnvironment(ListedEnvironment):
         roots = {part.step_name: await self._root_of(part, root) for part in parts if part.task.verifier.environment}
         services = terminal.services or started_by_image(terminal.recipe, root, terminal.limits)
         plan = await self._plan(terminal, services, root) if services else None
-        work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
+        work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_task_texts(parts), home), plan)
         serves = terminal.live or terminal.is_named(self.config.live_tasks) or (plan is not None and plan.is_group)
         live = serves and (not roots or _runs_on(terminal, plan))
         return replace(
@@ -319,7 +319,7 @@ class TaskEnvironment(ListedEnvironment):
         return Verification(rollout, grading, part, context)
 
 
-def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
+def _task_texts(parts: Sequence[GradedPart]) -> Iterator[str]:
     """Yield the texts that show what a task is about, without the verifier's bootstrap."""
     for part in parts:
         task = part.task
@@ -530,19 +530,19 @@ def solution_steps(
     steps = [_terminal(f"rm -rf {place}")] if fresh else []
     steps += [
         _terminal(line)
-        for name, data in _files(solution).items()
+        for name, data in _script_contents(solution).items()
         for line in _writing(f"{place}/{name}", data, runs=_runs(solution.folder / name))
     ]  # fmt: skip
     variables = [f"{name}={value}" for name, value in solution.env.items()]
     script = f"{place}/{_script_name(solution)}"
-    return (*steps, *_running(shlex.join(["env", *variables, "bash", script]), f"{place}/ended", seconds))
+    return (*steps, *_command_steps(shlex.join(["env", *variables, "bash", script]), f"{place}/ended", seconds))
 
 
 def _script_name(solution: SolutionScript) -> str:
     return solution.script.replace(".yaml", ".sh")
 
 
-def _files(solution: SolutionScript) -> dict[str, bytes]:
+def _script_contents(solution: SolutionScript) -> dict[str, bytes]:
     found = {name: read_bytes(solution.folder / name) for name in (solution.script, *solution.files)}
     if solution.script.endswith(".yaml"):
         lines = terminal_bench_1.commands(solution.folder / solution.script)
@@ -565,7 +565,7 @@ def _writing(path: str, data: bytes, *, runs: bool) -> list[str]:
     return [*lines[:-1], f"{lines[-1]} && chmod +x {quoted}"] if runs else lines
 
 
-def _running(command: str, ended: str, seconds: float) -> list[ToolStep]:
+def _command_steps(command: str, ended: str, seconds: float) -> list[ToolStep]:
     if seconds <= LONGEST_COMMAND_S:
         return [_terminal(command, math.ceil(seconds))]
     # Only shell builtins: the image may lack nohup and setsid.

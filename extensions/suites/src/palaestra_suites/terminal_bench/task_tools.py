@@ -111,20 +111,20 @@ class _Sessions:
 
     async def tools(self, server: TaskServer, run: ToolRun) -> JSON:
         try:
-            listed = await (await self._session(server, run)).list_tools()
+            listed = await (await self._live_connection(server, run)).list_tools()
         except ToolServerError as error:
             return {"error": str(error)}
-        return [_shown(tool) for tool in listed]
+        return [_tool_fields(tool) for tool in listed]
 
     async def call(self, server: TaskServer, tool: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         from palaestra.tools.mcp.mcp_server import reply_to
 
-        async def asked() -> CallToolResult:
-            return await (await self._session(server, run)).call(tool, arguments)
+        async def call_session() -> CallToolResult:
+            return await (await self._live_connection(server, run)).call(tool, arguments)
 
         limits = _limits(run)
         try:
-            return await reply_to(asked(), limits)
+            return await reply_to(call_session(), limits)
         except ToolServerError as error:
             raise ToolMistake(str(error)[: limits.max_reply_chars]) from None
 
@@ -133,7 +133,7 @@ class _Sessions:
         sessions, self._open = self._open, {}
         await asyncio.gather(*(session.aclose() for session in sessions.values()))
 
-    async def _session(self, server: TaskServer, run: ToolRun) -> Connection:
+    async def _live_connection(self, server: TaskServer, run: ToolRun) -> Connection:
         from palaestra.tools.mcp.mcp_connection import Connection
 
         async with self._opening:
@@ -161,7 +161,7 @@ def _limits(run: ToolRun, server: TaskServer | None = None) -> MCPServerConfig:
     return MCPServerConfig(url=where, timeout=run.timeout_s)
 
 
-def _shown(tool: Tool) -> dict[str, JSON]:
+def _tool_fields(tool: Tool) -> dict[str, JSON]:
     return {"name": tool.name, "description": tool.description or "", "arguments": tool.input_schema}
 
 
@@ -214,7 +214,7 @@ async def _streams(process: Process) -> AsyncIterator[TransportStreams]:
         with contextlib.suppress(SandboxError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             async with received:
                 async for line in _lines(process):
-                    await received.send(_parsed(line))
+                    await received.send(_parse_message(line))
 
     async def send() -> None:
         with contextlib.suppress(SandboxError, OSError):
@@ -250,7 +250,7 @@ async def _lines(process: Process) -> AsyncIterator[bytes]:
             return
 
 
-def _parsed(line: bytes) -> Exception | JSON:
+def _parse_message(line: bytes) -> Exception | JSON:
     """Return the message in a line, or the error of a line that is not one."""
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter

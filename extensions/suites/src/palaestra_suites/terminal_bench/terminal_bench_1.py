@@ -69,7 +69,7 @@ def read_task(folder: Path) -> TerminalTask:
         instruction=config.required("instruction"),
         recipe=ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile") if main is None else main.recipe,
         verifier=_verifier(folder, config),
-        solution=_solution(folder),
+        solution=_solution_script(folder),
         metadata=TaskMetadata(
             config.text("category") or "uncategorized", config.text("difficulty") or "unknown", config.texts("tags")
         ),
@@ -105,7 +105,7 @@ def _verifier(folder: Path, config: TypedFields) -> Verifier:
     )
 
 
-def _solution(folder: Path) -> SolutionScript | None:
+def _solution_script(folder: Path) -> SolutionScript | None:
     if (folder / "solution.sh").is_file():
         return SolutionScript(folder, "solution.sh")
     if (folder / "solution.yaml").is_file() and commands(folder / "solution.yaml"):

@@ -386,7 +386,7 @@ class Verification:
         self._grading.note("test_settings_ignored", ignored)
         made = [change.path for change in shown if change.kind == "file"]
         setup = replace(self._setup(), made=made, ignored=ignored)
-        views = partial(self._copy, slot, shown)
+        views = partial(self._grading_copy, slot, shown)
         checked = await self._checked(setup, views, alone=True)
         if checked.reward > 0:
             await self._grading.restart()
@@ -395,7 +395,7 @@ class Verification:
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
 
     @asynccontextmanager
-    async def _copy(self, slot: Slot, shown: Sequence[Change]) -> AsyncIterator[Slot]:
+    async def _grading_copy(self, slot: Slot, shown: Sequence[Change]) -> AsyncIterator[Slot]:
         """Yield a copy of the grading slot, which shows these changes."""
         about = replace(self._rollout.task, prompt=self._part.task.instruction)
         async with slot.fork() as fork:
@@ -553,7 +553,7 @@ class Verification:
         """Yield a copy of a grading slot with this view. The rollout must hold no grading slot."""
         slot = await self._grading.slot(view, scratch=False)
         try:
-            async with self._copy(slot, changes_in(view, await self._grading.changes())) as copy:
+            async with self._grading_copy(slot, changes_in(view, await self._grading.changes())) as copy:
                 yield copy
         finally:
             await asyncio.shield(self._grading.restart())

@@ -154,7 +154,7 @@ async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool
     """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
     script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
-    session = await _session(slot, setup, {}, alone=alone)
+    session = await _run_script(slot, setup, {}, alone=alone)
     task, run, output = setup.part.task, session.run, session.output
     in_json = False
     if task.format is Format.TERMINAL_BENCH_1:
@@ -233,7 +233,7 @@ async def run_with_tests(views: GradedViews, setup: VerifierSetup, texts: Mappin
     tampering."""
     async with views() as fork:
         try:
-            session = await _session(fork, setup, texts, alone=False)
+            session = await _run_script(fork, setup, texts, alone=False)
         except TestsTimedOut:
             raise
         except GraderError:
@@ -295,7 +295,7 @@ class _Session:
     """Whether a signal ended the script, and memory had not run out."""
 
 
-async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str], *, alone: bool) -> _Session:
+async def _run_script(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str], *, alone: bool) -> _Session:
     """Run the script. With the texts of `instead` in place of tests, pytest exits with status 0, so that the script
     starts it as often as for passing work. Raises `GraderError` if the script gave no verdict."""
     task, script = setup.part.task, setup.part.script

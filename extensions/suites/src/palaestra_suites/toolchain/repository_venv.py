@@ -55,7 +55,7 @@ class RepositoryVenv:
     async def make(self, install: Install) -> None:
         """Make the environment with pytest, the repository and the row's own packages."""
         check_requirements(install.requirements, in_repository=True)
-        await self._run([self.python.path, "-m", "venv", "--symlinks", VENV_DIR], "/", await self._variables())
+        await self._run_in_venv([self.python.path, "-m", "venv", "--symlinks", VENV_DIR], "/", await self._variables())
         await self.add([*PUBLIC_TEST_REQUIREMENTS, *install.requirements])
 
     async def add(self, requirements: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class RepositoryVenv:
         variables = await self._variables()
         if self.before and await self._dated(words, variables):
             return
-        await self._run([*_PIP, *words], self.repo_dir, variables)
+        await self._run_in_venv([*_PIP, *words], self.repo_dir, variables)
 
     async def _dated(self, words: Sequence[str], variables: Mapping[str, str]) -> bool:
         """Install packages of the date with uv. Return False if that is not possible here."""
@@ -104,7 +104,7 @@ class RepositoryVenv:
         trust = {"PIP_CERT": CERTIFICATES} if await self.slot.stat(CERTIFICATES) else {}
         return {"PIP_NO_CACHE_DIR": "1", **trust, **self.env}
 
-    async def _run(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
+    async def _run_in_venv(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
         problem = f"{' '.join(argv[:6])} … failed"
         await check_execute(
             self.slot, list(argv), problem, cwd=cwd, timeout_s=self.timeout_s, env=env, shown=3000, error=PrepareError

@@ -79,7 +79,7 @@ def test_work_that_does_not_end_has_not_passed() -> None:
 ONLY_LOOKS_RIGHT = {
     "exit": "import os\nos._exit(0)\n",
     "leave": "import sys\nsys.exit(0)\n",
-    "patch": "import __main__\n__main__._run = lambda names, name: ''\ndef add(a, b): return 0\n",
+    "patch": "import __main__\n__main__._run_test = lambda names, name: ''\ndef add(a, b): return 0\n",
     "equal": "class Any(int):\n    def __eq__(self, o): return True\n    __hash__ = None\nadd = lambda a, b: Any()\n",
     "forge": 'import os\nos.write(3, b\'{"kind": "test", "name": "test_big", "passed": true}\\n\')\n',
 }

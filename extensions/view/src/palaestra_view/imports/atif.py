@@ -74,7 +74,7 @@ def read(data: bytes, verdict: Mapping[str, JSON] | None = None) -> Iterator[Imp
     ours = {**_ours(document.extra), **(verdict or {})}
     started, ended = _times(document)
     final = document.final_metrics
-    turns = _turns(document)
+    turns = _turn_records(document)
     costs = [step.metrics.cost_usd for step in document.steps if step.metrics and step.metrics.cost_usd]
     named = document.trajectory_id or document.session_id or ""
     yield Imported(
@@ -112,7 +112,7 @@ def messages_of(document: Document) -> list[Message]:
     for step in document.steps:
         ours = _ours(step.extra)
         if not ours.get("only_results"):
-            messages.append(_message(step, ours))
+            messages.append(_step_message(step, ours))
         for each in step.observation.results if step.observation else ():
             kept = _ours(each.extra)
             call_id = each.source_call_id or kept.get("tool_call_id")
@@ -120,7 +120,7 @@ def messages_of(document: Document) -> list[Message]:
             refs = "".join(
                 f"[sub-agent {name_of(ref.get('trajectory_id'))}]" for ref in each.subagent_trajectory_ref or ()
             )
-            content = refs if each.content is None else _content(each.content)
+            content = refs if each.content is None else _chat_content(each.content)
             messages.append({"role": "tool", **called, "content": content, **mapping_of(kept.get("fields"))})
     return messages
 
@@ -163,9 +163,9 @@ def labels_of(value: JSON) -> list[Label]:
     ]
 
 
-def _message(step: AtifStep, ours: Mapping[str, JSON]) -> Message:
+def _step_message(step: AtifStep, ours: Mapping[str, JSON]) -> Message:
     role = "assistant" if step.source == "agent" else step.source
-    message: Message = {"role": role, "content": _content(step.message)}
+    message: Message = {"role": role, "content": _chat_content(step.message)}
     if step.reasoning_content:
         message["reasoning_content"] = step.reasoning_content
     if step.tool_calls:
@@ -185,7 +185,7 @@ def _arguments(call: AtifToolCall) -> str:
     return kept if isinstance(kept, str) else arguments_text(call.arguments) or json.dumps(call.arguments)
 
 
-def _content(content: Content) -> JSON:
+def _chat_content(content: Content) -> JSON:
     if isinstance(content, str):
         return content
     return [
@@ -198,7 +198,7 @@ def _content(content: Content) -> JSON:
     ]
 
 
-def _turns(document: Document) -> list[TurnRecord]:
+def _turn_records(document: Document) -> list[TurnRecord]:
     """Return a record of each model call; copied context and steps without a model call are none."""
     found: list[TurnRecord] = []
     for step in document.steps:
@@ -230,7 +230,7 @@ def _subagents(document: Document, deep: int) -> list[SubagentRecord]:
             goal=next((text_of(step.message) for step in each.steps if step.source == "user"), ""),
             messages=messages_of(each),
             outcome=Outcome.NATURAL,
-            turns=_turns(each),
+            turns=_turn_records(each),
             subagents=_subagents(each, deep - 1),
         )
         for number, each in enumerate(document.subagent_trajectories or (), 1)

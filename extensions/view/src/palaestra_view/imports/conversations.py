@@ -76,7 +76,7 @@ def read(value: Mapping[str, JSON]) -> Iterator[Imported]:
         case "atropos":
             yield from _group(value)
         case "rows":
-            yield _row(value)
+            yield _imported_row(value)
         case _:
             raise ConfigError("it has neither messages nor conversations")
 
@@ -91,7 +91,7 @@ def messages_of(turns: Sequence[Mapping[str, JSON]]) -> list[Message]:
         speaker = text_of(turn.get("from")) or text_of(turn.get("role"))
         role, text = _SPEAKERS.get(speaker, speaker), text_of(turn.get("value", turn.get("content")))
         if role == "assistant":
-            message = _reply(text, count)
+            message = _assistant_message(text, count)
             waiting = [call["id"] for call in message.get("tool_calls", ())]
             count += len(waiting)
             messages.append(message)
@@ -103,7 +103,7 @@ def messages_of(turns: Sequence[Mapping[str, JSON]]) -> list[Message]:
     return messages
 
 
-def _reply(text: str, count: int) -> Message:
+def _assistant_message(text: str, count: int) -> Message:
     message: Message = {"role": "assistant", "content": text}
     if (thought := _THINK.match(text)) is not None:
         message["reasoning_content"] = thought[1]
@@ -156,7 +156,7 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
     if line.get("completed") is False:  # a row of a batch
         outcome = Outcome.MAX_TURNS
     given = name_of(line.get("task_id")) or name_of(line.get("prompt_index")) or rollout_id
-    turns = _turns(messages)
+    turns = _turn_records(messages)
     given_reward = line.get("reward", line.get("score"))
     reward, error = finite(given_reward), text_of(line.get("error"))
     if reward is None and given_reward is not None and not error:
@@ -195,7 +195,7 @@ def _tools(value: JSON) -> list[dict[str, JSON]]:
     return objects_of(value)
 
 
-def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
+def _turn_records(messages: Sequence[Message]) -> list[TurnRecord]:
     replies = [message for message in messages if message.get("role") == "assistant"]
     return [
         TurnRecord(
@@ -212,7 +212,7 @@ def _group(line: Mapping[str, JSON]) -> Iterator[Imported]:
     """Yield the rollouts of a group. Of a rollout with several rows, the last row has the conversation to its end."""
     rows, told = list(_token_rows(line)), objects_of(line.get("rollouts"))
     scores = line["scores"]
-    all_messages: list[JSON] = _list(line.get("messages"))
+    all_messages: list[JSON] = _list_or_empty(line.get("messages"))
     task, group_id = name_of(line.get("task_id")), name_of(line.get("group_id"))
     place = 0
     for number, one in enumerate(told or [{"rows": 1} for _ in rows]):
@@ -238,8 +238,8 @@ def _group(line: Mapping[str, JSON]) -> Iterator[Imported]:
                 detail=dict(mapping_of(one.get("detail"))),
                 prompt_tokens=count_of(one.get("prompt_tokens")),
                 completion_tokens=count_of(one.get("completion_tokens")),
-                turns=_turns(messages),
-                tool_calls_attempted=sum(len(turn.tools) for turn in _turns(messages)),
+                turns=_turn_records(messages),
+                tool_calls_attempted=sum(len(turn.tools) for turn in _turn_records(messages)),
                 row=rows[last] if count else None,
             )
         )
@@ -248,14 +248,14 @@ def _group(line: Mapping[str, JSON]) -> Iterator[Imported]:
 def _token_rows(line: Mapping[str, JSON]) -> Iterator[TokenRow]:
     logprobs = line.get("inference_logprobs")
     source = name_of(line.get("token_source")) or "environment"
-    masks: list[JSON] = _list(line.get("masks"))
+    masks: list[JSON] = _list_or_empty(line.get("masks"))
     for place, ids in enumerate(line["tokens"]):
         mask = masks[place] if place < len(masks) else None
         probs = logprobs[place] if isinstance(logprobs, list) and place < len(logprobs) else None
         yield _checked(ids, mask, probs, source)
 
 
-def _row(line: Mapping[str, JSON]) -> Imported:
+def _imported_row(line: Mapping[str, JSON]) -> Imported:
     """Return the rollout of one token row, which has no messages."""
     prompt, completion, mask = line.get("prompt_ids"), line.get("completion_ids"), line.get("mask")
     if not (isinstance(prompt, list) and isinstance(completion, list) and isinstance(mask, list)):
@@ -301,7 +301,7 @@ def _checked(ids: JSON, masks: JSON, logprobs: JSON, source: str) -> TokenRow:
     )
 
 
-def _list(value: JSON) -> list[JSON]:
+def _list_or_empty(value: JSON) -> list[JSON]:
     return value if isinstance(value, list) else []
 
 

@@ -49,7 +49,7 @@ def sources_below(folder: Path) -> list[Path]:
     neither is a `.jsonl` file next to ATIF documents."""
     found, unknown, documents = [], list[Path](), False
     for path in log_files(folder):
-        kind = _kind(path)
+        kind = _file_format(path)
         documents = documents or kind == atif.NAME
         if kind and kind != atif.NAME:
             found.append(path)
@@ -120,7 +120,7 @@ class AtifFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._paths = sorted(each for each in log_files(path) if _kind(each) == atif.NAME)
+        self._paths = sorted(each for each in log_files(path) if _file_format(each) == atif.NAME)
         self.place, self.size = 0, sum(each.stat().st_size for each in self._paths)
 
     def facts(self) -> LogFacts:
@@ -160,7 +160,7 @@ def log_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _kind(path: Path) -> str:
+def _file_format(path: Path) -> str:
     """Return the format of a file by its first bytes, or an empty text."""
     try:
         with open_regular(path) as file:

@@ -195,7 +195,7 @@ def _imported(data: bytes, headline: str) -> Imported:
     ours = mapping_of(mapping_of(sample.metadata).get(OURS))
     messages = _Messages(mapping_of(sample.attachments)).read(sample)
     calls = [each for each in sample.events or () if each.event == "model"]
-    turns, times = _turns(sample, calls)
+    turns, times = _turns_and_times(sample, calls)
     usage = [mapping_of(each) for each in mapping_of(sample.model_usage).values()]
     costs = [cost for each in usage if (cost := finite(each.get("total_cost"))) is not None]
     error = mapping_of(sample.error)
@@ -218,7 +218,7 @@ def _imported(data: bytes, headline: str) -> Imported:
             official=finite(ours.get("official")),
             labels=labels_of(ours.get("labels")),
             blame=blame_of(ours.get("blame")),
-            error=text_of(ours.get("error")) if ours else text_of(error.get("message")) or _reason(sample),
+            error=text_of(ours.get("error")) if ours else text_of(error.get("message")) or _limit_text(sample),
             metrics=numbers_of(ours.get("metrics")) if ours else _metrics(scores),
             detail=dict(mapping_of(ours.get("detail"))) if ours else _detail(sample, scores),
             prompt_tokens=sum(
@@ -252,7 +252,7 @@ def _outcome(sample: _Sample) -> Outcome:
     return _STOPS.get(text_of(choices[0].get("stop_reason")) if choices else "", Outcome.NATURAL)
 
 
-def _reason(sample: _Sample) -> str:
+def _limit_text(sample: _Sample) -> str:
     """Return the text about the limit that ended a sample."""
     limit = mapping_of(sample.limit)
     if not limit:
@@ -300,7 +300,7 @@ def _detail(sample: _Sample, scores: Mapping[str, Mapping[str, JSON]]) -> dict[s
     return {name: value for name, value in found.items() if value}
 
 
-def _turns(sample: _Sample, calls: Sequence[_Event]) -> tuple[list[TurnRecord], list[tuple[float, float]]]:
+def _turns_and_times(sample: _Sample, calls: Sequence[_Event]) -> tuple[list[TurnRecord], list[tuple[float, float]]]:
     """Return a record and the seconds of each of the model's own replies. A reply whose event is missing has only its
     tools."""
     by_id = {

@@ -23,14 +23,14 @@ def _lines(value: Mapping[str, JSON]) -> Iterator[Annotation]:
     given = value.get("tags")
     tags = [tag for tag in given if isinstance(tag, str) and is_tag(tag)] if isinstance(given, list) else []
     for start in range(0, len(tags), MOST_TAGS):
-        yield _line(_NOBODY, tags=tags[start : start + MOST_TAGS])
+        yield _annotation(_NOBODY, tags=tags[start : start + MOST_TAGS])
     for note in objects_of(value.get("notes")):
-        yield _line(name_of(note.get("author")), at=finite(note.get("at")) or 0.0, note=text_of(note.get("text")))
+        yield _annotation(name_of(note.get("author")), at=finite(note.get("at")) or 0.0, note=text_of(note.get("text")))
     if verdict := text_of(value.get("verdict")):
-        yield _line(name_of(value.get("verdict_author")), verdict=verdict)
+        yield _annotation(name_of(value.get("verdict_author")), verdict=verdict)
 
 
-def _line(
+def _annotation(
     author: str, *, at: float = 0.0, tags: list[str] | None = None, note: str = "", verdict: str = ""
 ) -> Annotation:
     return Annotation(

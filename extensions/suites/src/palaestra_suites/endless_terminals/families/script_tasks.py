@@ -36,7 +36,7 @@ class ProgramTask:
 ProgramStep: TypeAlias = Callable[[Draw], ProgramTask]
 
 
-def _shown(case: Case) -> str:
+def _example_text(case: Case) -> str:
     """Return a case as the prompt shows it."""
     given = [f"the arguments `{' '.join(case.arguments)}`"] if case.arguments else []
     given += [f"the input `{case.stdin.rstrip()!r}`"] if case.stdin else []
@@ -58,7 +58,8 @@ def program_family(step: ProgramStep) -> Build:
             if program.broken
             else f"Write `{path}`, a program in {what} that is started with `{program.language} {path}`. "
         )
-        ask = f"{begin}{program.ask} {_shown(program.example)} It is checked with other inputs, from another directory."
+        example = _example_text(program.example)
+        ask = f"{begin}{program.ask} {example} It is checked with other inputs, from another directory."
         solution = f"mkdir -p {place}\ncat > {path} <<'PROGRAM'\n{program.text.strip()}\nPROGRAM\n"
         check = Runs(path, [program.language], [program.example, *program.cases])
         return TaskPart(ask, solution, (check,), files)

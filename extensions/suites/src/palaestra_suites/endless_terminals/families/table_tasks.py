@@ -24,7 +24,7 @@ from palaestra_suites.endless_terminals.tables import READER, Column, Table, Tab
 from palaestra_suites.endless_terminals.words import PEOPLE
 
 
-def _number(value: Value) -> int:
+def _as_int(value: Value) -> int:
     assert isinstance(value, int)
     return value
 
@@ -32,10 +32,10 @@ def _number(value: Value) -> int:
 def above(draw: Draw, table: Table) -> TableOp:
     """Keep the rows whose number is at least a bound."""
     name = draw.pick(need(table.of_kind("number"), "numbers"))
-    values = sorted(map(_number, table.values(name)))
+    values = sorted(map(_as_int, table.values(name)))
     bound = values[draw.below(len(values))]
     place = table.at(name)
-    kept = [row for row in table.rows if _number(row[place]) >= bound]
+    kept = [row for row in table.rows if _as_int(row[place]) >= bound]
     return TableOp(
         f"Keep only the rows whose `{name}` is {bound} or more, with all columns, in the order they have now.",
         f"rows = [row for row in rows if row[{name!r}] >= {bound}]",
@@ -62,7 +62,7 @@ def ordered(draw: Draw, table: Table) -> TableOp:
     key = draw.pick(need(table.of_kind("id"), "ids"))
     name = draw.pick(need(table.of_kind("number"), "numbers"))
     place, tie = table.at(name), table.at(key)
-    rows = sorted(table.rows, key=lambda row: (-_number(row[place]), _number(row[tie])))
+    rows = sorted(table.rows, key=lambda row: (-_as_int(row[place]), _as_int(row[tie])))
     return TableOp(
         f"Sort all rows by `{name}`, largest first, and rows with the same `{name}` by `{key}`, smallest first.",
         f"rows.sort(key=lambda row: (-row[{name!r}], row[{key!r}]))",
@@ -85,7 +85,7 @@ def grouped(draw: Draw, table: Table) -> TableOp:
     number = draw.pick(need(table.of_kind("number"), "numbers"))
     groups: dict[str, list[int]] = {}
     for key, value in zip(table.values(group), table.values(number), strict=True):
-        groups.setdefault(str(key), []).append(_number(value))
+        groups.setdefault(str(key), []).append(_as_int(value))
     word, code, result = draw.pick(
         (
             ("sum", "sum(v)", {key: sum(v) for key, v in groups.items()}),
@@ -130,7 +130,7 @@ def computed(draw: Draw, table: Table) -> TableOp:
     factor = draw.between(2, 9)
     name = f"{draw.fresh()}_score"
     a, b = table.at(first), table.at(second)
-    rows: list[TableRow] = [(*row, _number(row[a]) * factor + _number(row[b])) for row in table.rows]
+    rows: list[TableRow] = [(*row, _as_int(row[a]) * factor + _as_int(row[b])) for row in table.rows]
     return TableOp(
         f"Add a last column `{name}` that holds {factor} times `{first}` plus `{second}`; the rows keep their order.",
         f"for row in rows:\n    row[{name!r}] = {factor} * row[{first!r}] + row[{second!r}]\nnames.append({name!r})",
@@ -158,7 +158,7 @@ def deduplicated(draw: Draw, table: Table) -> TableOp:
 
 def summary(draw: Draw, table: Table) -> ReportOp:
     name = draw.pick(need(table.of_kind("number"), "numbers"))
-    values = sorted(map(_number, table.values(name)))
+    values = sorted(map(_as_int, table.values(name)))
     value = {"count": len(values), "sum": sum(values), "min": values[0], "max": values[-1]}
     return ReportOp(
         f"one object with the keys `count`, `sum`, `min` and `max` of the column `{name}`, as numbers.",

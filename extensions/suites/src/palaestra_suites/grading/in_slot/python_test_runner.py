@@ -47,7 +47,7 @@ def _outline(text: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _load(code: CodeType) -> tuple[dict[str, Any], str]:
+def _load_tests(code: CodeType) -> tuple[dict[str, Any], str]:
     """Return the namespace of the tests, and the traceback if they cannot be loaded."""
     names: dict[str, Any] = {"__name__": "tests"}
     try:
@@ -68,7 +68,7 @@ def _tests(outline: list[tuple[str, list[str]]], names: dict[str, Any]) -> list[
     return list(found)
 
 
-def _run(names: dict[str, Any], name: str) -> str:
+def _run_test(names: dict[str, Any], name: str) -> str:
     """Run a test and return its traceback, or an empty string if the test passed."""
     owner, _, method = name.rpartition("::")
     try:
@@ -102,13 +102,13 @@ def main() -> None:
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
     # Otherwise Python could load compiled files of the agent in place of the modules next to them.
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
-    names, problem = _load(code)
+    names, problem = _load_tests(code)
     found = _tests(outline, names)
     if problem:
         channel.send("collect", node_id="", message=problem[-_MAX_TEXT:])
     channel.send("collected", node_ids=found)
     for name in found:
-        error = problem or _run(names, name)
+        error = problem or _run_test(names, name)
         failure = {"message": error[-_MAX_TEXT:]} if error else None
         outcome = "failed" if error else "passed"
         channel.send("test", node_id=name, when="call", outcome=outcome, failure=failure)

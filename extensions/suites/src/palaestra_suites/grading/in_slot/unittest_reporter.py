@@ -40,7 +40,7 @@ def _described(test: Any) -> dict[str, object]:
     return {"names": list(dict.fromkeys(filter(None, names))), "test_id": test_id}
 
 
-def _report(channel: VerdictChannel) -> None:
+def _patch_results(channel: VerdictChannel) -> None:
     """Make unittest's text results report each outcome that is added to them."""
     kind = unittest.TextTestResult
 
@@ -70,7 +70,7 @@ def _report(channel: VerdictChannel) -> None:
 def main() -> None:
     plan = read_plan()
     channel = VerdictChannel()
-    _report(channel)
+    _patch_results(channel)
     channel.send("start")
     framework = Framework(channel)
     if plan["watching"]:

@@ -42,12 +42,12 @@ def _is_launcher(pid: int) -> bool:
     options = own.index(os.fsencode(__file__))
     same = os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe") and words[:options] == own[:options]
     launched = words[options] == os.fsencode(os.path.join(_HERE, "pytest_launcher.py"))
-    loaded = _loaded(pid)
+    loaded = _loader_variables(pid)
     trusted = loaded == _OWN_LIBRARIES and all(map(_is_read_only, loaded))
     return same and launched and trusted and b"TracerPid:\t0\n" in _read(f"/proc/{pid}/status")
 
 
-def _loaded(pid: int | str) -> list[bytes]:
+def _loader_variables(pid: int | str) -> list[bytes]:
     """Return what the variables of the loader make a process load."""
     return [each for each in _read(f"/proc/{pid}/environ").split(b"\0") if each.startswith(_LOADING)]
 
@@ -88,7 +88,7 @@ def main() -> int:
     os.close(DESCRIPTOR)
     # Read before `hide`: the files of a hidden process in /proc belong to root, and `environ` is readable only by its
     # owner.
-    _OWN_LIBRARIES.extend(_loaded("self"))
+    _OWN_LIBRARIES.extend(_loader_variables("self"))
     given = dict(each.split(b"=", 1) for each in _read("/proc/self/environ").split(b"\0") if b"=" in each)
     given.pop(b"LD_LIBRARY_PATH", None)  # this interpreter's
     library_path = json.loads(_read(os.path.join(_HERE, "plan.json")))["library_path"]

@@ -143,12 +143,12 @@ class Framework:
         self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in _FRAMEWORK:
-                self._add(name, module)
+                self._record_attributes(name, module)
                 for attribute, value in list(vars(module).items()):
                     if isinstance(value, type) and value.__module__ == name:
-                        self._add(f"{name}.{attribute}", value)
+                        self._record_attributes(f"{name}.{attribute}", value)
 
-    def _add(self, name: str, owner: object) -> None:
+    def _record_attributes(self, name: str, owner: object) -> None:
         kept = {key: value for key, value in vars(owner).items() if callable(value) or hasattr(value, "__get__")}
         self._owners.append((name, owner, kept))
 

@@ -102,7 +102,7 @@ async def build(
     Raises `ConfigError` for a bad name, and the first problem if no row could be built.
     """
     pinned = load_manifest(manifest)
-    wanted = pick(_named(packages, pinned, options), options.limit, options.select)
+    wanted = pick(_chosen_packages(packages, pinned, options), options.limit, options.select)
     builder = _Builder(pinned.requirements, slots, options, progress)
     async with asyncio.TaskGroup() as group:
         jobs = [group.create_task(builder.package(package)) for package in wanted]
@@ -134,7 +134,7 @@ def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str
     return [part for part, whole in zip(with_bugs, packages, strict=True) if part.mutations or not whole.mutations]
 
 
-def _named(packages: Sequence[str], pinned: Manifest, options: BuildOptions) -> list[PinnedPackage]:
+def _chosen_packages(packages: Sequence[str], pinned: Manifest, options: BuildOptions) -> list[PinnedPackage]:
     """Return the named packages, by default all packages of the manifest. A package that is not in the manifest has no
     bugs yet, so it must be searched for them."""
     if not packages:
@@ -353,7 +353,7 @@ def candidates(repository: Repository, modules: Sequence[str] = ()) -> Iterator[
                 found += find_mutations(repository.text(path), path)
             except (SyntaxError, UnicodeDecodeError):
                 continue
-    yield from sorted(found, key=_digest)
+    yield from sorted(found, key=_mutation_digest)
 
 
 async def _try(
@@ -379,7 +379,7 @@ async def _try(
     files = _relevant(found.fail_to_pass, found.pass_to_pass)
     data = repository.files[mutation.path].data
     return PinnedMutation(
-        id=f"{mutation.kind}__{_digest(mutation)[:8]}",
+        id=f"{mutation.kind}__{_mutation_digest(mutation)[:8]}",
         path=mutation.path,
         kind=mutation.kind,
         start=mutation.start,
@@ -398,6 +398,6 @@ def _relevant(broken: Sequence[str], passing: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({*files, *others[:_EXTRA_TEST_FILES]}))
 
 
-def _digest(mutation: Mutation) -> str:
+def _mutation_digest(mutation: Mutation) -> str:
     text = f"{mutation.path}\0{mutation.start}\0{mutation.end}\0{mutation.replacement}"
     return base64.b32encode(hashlib.sha256(text.encode()).digest()).decode().lower()

@@ -179,13 +179,13 @@ class TaskSandboxes:
             if plan is not None:
                 await set_up(slot, plan, MAIN)
             if plan is not None and plan.starts:
-                await self._start(box, spec, plan, replace(full, mounts=()), prepared)
+                await self._start_services(box, spec, plan, replace(full, mounts=()), prepared)
         except BaseException:
             await asyncio.shield(box.aclose())
             raise
         return box
 
-    async def _start(
+    async def _start_services(
         self, box: TaskSandbox, spec: TaskSandboxSpec, plan: ServicePlan, full: SlotSpec, prepared: dict[str, Snapshot]
     ) -> None:
         async def lead() -> Slot:
@@ -262,7 +262,7 @@ class _Keeper:
 
     def __init__(self, sandboxes: TaskSandboxes) -> None:
         self._ready: asyncio.Future[TaskSandboxes] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep(sandboxes))
+        self._task = asyncio.create_task(self._hold_open(sandboxes))
 
     @property
     def done(self) -> bool:
@@ -271,7 +271,7 @@ class _Keeper:
     async def started(self) -> TaskSandboxes:
         return await asyncio.shield(self._ready)
 
-    async def _keep(self, sandboxes: TaskSandboxes) -> None:
+    async def _hold_open(self, sandboxes: TaskSandboxes) -> None:
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(sandboxes)
