@@ -78,7 +78,7 @@ class Kubectl:
         """Look up the context's namespace unless one was given. Raises `ConfigError` if kubectl has no context."""
         if self._namespace is not None:
             return
-        view = await self._run(["config", "view", "--minify", "--output=jsonpath={..namespace}"])
+        view = await self._run_kubectl(["config", "view", "--minify", "--output=jsonpath={..namespace}"])
         if view[0] == 0:
             self._namespace = view[1] or "default"
         elif _ACCOUNT.exists() and self.context is None:  # kubectl then uses the service account of the pod
@@ -117,7 +117,7 @@ class Kubectl:
         assert process.stderr is not None
         try:
             async for line in process.stdout:
-                event = _parsed(line.decode(errors="replace"))
+                event = _parse_answer(line.decode(errors="replace"))
                 if event["type"] == "ERROR":
                     raise KubernetesRefused(f"the watch of the pod {name} failed: {event['object'].get('message')}")
                 yield event["type"], event["object"]
@@ -138,13 +138,13 @@ class Kubectl:
 
     async def _request(self, verb: str, path: str, body: bytes = b"") -> JSON:
         file = ["--filename=-"] if body else []
-        status, text = await self._run([verb, "--raw", path, *file], body)
+        status, text = await self._run_kubectl([verb, "--raw", path, *file], body)
         if status == 0:
-            return _parsed(text)
+            return _parse_answer(text)
         message, reason = self.explain(text)
         raise KubernetesRefused(message, reason)
 
-    async def _run(self, words: Sequence[str], stdin: bytes = b"") -> tuple[int, str]:
+    async def _run_kubectl(self, words: Sequence[str], stdin: bytes = b"") -> tuple[int, str]:
         """Run kubectl, and return its status and its output or, if it failed, its errors."""
         try:
             command = [*self._program, f"--request-timeout={_REQUEST_S / 2:g}s", *words]
@@ -211,7 +211,7 @@ class Kubectl:
         return f"kubectl cannot reach the cluster of {where}: {_short(text)}. Try it: kubectl get pods", reason
 
 
-def _parsed(text: str) -> JSON:
+def _parse_answer(text: str) -> JSON:
     """Return an answer of the API. Raises `KubernetesRefused` if it is not JSON, such as the page of a proxy."""
     try:
         return json.loads(text)

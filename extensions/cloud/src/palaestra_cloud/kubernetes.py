@@ -106,7 +106,7 @@ class OwnPod:
         does not accept such pods, and `SandboxError` with the reason if the pod does not start."""
         self._exists = True
         try:
-            await self._create()
+            await self._create_pod()
             async with asyncio.timeout(self._start_s):
                 await self._wait()
         except TimeoutError:
@@ -119,7 +119,7 @@ class OwnPod:
             await self.delete()
             raise
 
-    async def _create(self) -> None:
+    async def _create_pod(self) -> None:
         try:
             stored = await self._kubectl.create(self._pod)
         except KubernetesRefused as error:
@@ -345,7 +345,7 @@ class KubernetesBackend(RemoteBackend):
         try:
             await self._kubectl.find_namespace()
             if self._existing is not None:
-                await self._list(self._existing.selector)
+                await self._list_pods(self._existing.selector)
             else:
                 await self._delete_leftovers()
         except KubernetesRefused as error:
@@ -354,7 +354,7 @@ class KubernetesBackend(RemoteBackend):
     async def check(self, host: str) -> None:
         await self.check_hosts()
 
-    async def _list(self, selector: str) -> None:
+    async def _list_pods(self, selector: str) -> None:
         """List the ready pods that `selector` matches. Raises `ConfigError` if there is none."""
         self._listed_at = time.monotonic()
         found = await self._kubectl.list_pods(selector)
@@ -385,7 +385,7 @@ class KubernetesBackend(RemoteBackend):
             up = {place.spec.host for place in self._places.by_number.values() if place.is_up}
             if not up.issuperset(self.hosts.names):  # a pod may have been replaced by another
                 try:
-                    await self._list(self._existing.selector)
+                    await self._list_pods(self._existing.selector)
                 except (ConfigError, SandboxError) as error:
                     _log.warning("the pods could not be listed again: %s", error)
         return await super()._choose(spec, without)

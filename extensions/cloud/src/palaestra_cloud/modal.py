@@ -270,9 +270,9 @@ class ModalBackend(RemoteBackend):
         sdk = load_sdk()
         name = self.config.get_app_name()
         try:
-            self._app = await _within(_CHECK_S, sdk.App.lookup.aio(name, create_if_missing=True))
+            self._app = await _with_timeout(_CHECK_S, sdk.App.lookup.aio(name, create_if_missing=True))
             for secret in self.config.secrets:
-                await _within(_CHECK_S, sdk.Secret.from_name(secret).hydrate.aio())
+                await _with_timeout(_CHECK_S, sdk.Secret.from_name(secret).hydrate.aio())
             await self._end_leftovers()
         except sdk.exception.AuthError as error:
             raise ConfigError(
@@ -310,7 +310,7 @@ class ModalBackend(RemoteBackend):
         except BaseException:
             await self.aclose()
             raise
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(self._keep_running())
 
     async def aclose(self) -> None:
         keeping, self._keeping = self._keeping, None
@@ -374,7 +374,7 @@ class ModalBackend(RemoteBackend):
         async with self._changed:
             self._changed.notify_all()
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         """Keep `min_sandboxes` running, and end other sandboxes that have been idle for more than `idle_timeout`
         seconds."""
         while True:
@@ -508,7 +508,7 @@ class ModalPlace(Place):
         self._sandbox = sandbox = await self._backend.make_sandbox(self.spec)
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         ours = [mount.target for mount in self.spec.mounts if is_interpreter(mount)]
-        found = await _call(_START_S, _output_of(sandbox, _PREPARE, _VERSION, python, *ours))
+        found = await _call_sandbox(_START_S, _output_of(sandbox, _PREPARE, _VERSION, python, *ours))
         variables, present = json.loads(found)
         self._variables = {
             name: value
@@ -518,7 +518,7 @@ class ModalPlace(Place):
         for mount in self.spec.mounts:
             if mount.target not in present:
                 skipped = _NOT_COPIED if is_interpreter(mount) else ()
-                await _call(_COPY_S, _copy_in(sandbox, mount.source, mount.target, skipped))
+                await _call_sandbox(_COPY_S, _copy_in(sandbox, mount.source, mount.target, skipped))
 
     async def _start_server(self, rung: Rung) -> None:
         if self._server is not None:  # the server has died, so the sandbox is dead too, or not worth keeping
@@ -547,7 +547,7 @@ class ModalPlace(Place):
         async def copy() -> str:
             folder = await self._backend.images.directory(image)
             assert self._sandbox is not None
-            return await _call(_COPY_S, _copy_in(self._sandbox, folder))
+            return await _call_sandbox(_COPY_S, _copy_in(self._sandbox, folder))
 
         copying = self._roots.get(image)
         if copying is None or (copying.done() and (copying.cancelled() or copying.exception() is not None)):
@@ -580,7 +580,7 @@ class ModalClient(DistantClient):
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        process = await _call(_START_S, self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
+        process = await _call_sandbox(_START_S, self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
         ours = stream.dup()
         ours.setblocking(False)
         pumps = (self._send_all(ours, process), self._receive(ours, process))
@@ -606,7 +606,7 @@ class ModalClient(DistantClient):
             try:
                 async for piece in process.stdout:
                     await self.loop.sock_sendall(ours, piece)
-                errors = await _within(_CALL_S, process.stderr.read.aio())
+                errors = await _with_timeout(_CALL_S, process.stderr.read.aio())
                 if self._log is not None and not self._log.closed:
                     self._log.write(errors)
                     self._log.flush()
@@ -630,7 +630,7 @@ def load_sdk() -> Any:  # The type is the module `modal`, whose functions have a
     return modal
 
 
-async def _within(limit_s: float, work: Awaitable[T]) -> T:
+async def _with_timeout(limit_s: float, work: Awaitable[T]) -> T:
     """Return the result of a call. Raises OSError if the call takes longer than `limit_s` seconds."""
     try:
         return await asyncio.wait_for(work, limit_s)
@@ -638,10 +638,10 @@ async def _within(limit_s: float, work: Awaitable[T]) -> T:
         raise OSError(f"no answer in {limit_s:g} s") from None
 
 
-async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
+async def _call_sandbox(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a call to a sandbox. Raises `SlotLost` if the call fails."""
     try:
-        return await _within(limit_s, work)
+        return await _with_timeout(limit_s, work)
     except Exception as error:  # the client also raises errors of the libraries it uses
         raise SlotLost(f"Modal's sandbox cannot run a command: {_text(error)}") from None
 
@@ -650,7 +650,7 @@ async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbo
     """Wait for a new sandbox and return it. If the caller stops waiting, the sandbox is ended."""
     task = asyncio.ensure_future(creating)
     try:
-        return await _within(_CREATE_S, asyncio.shield(task))
+        return await _with_timeout(_CREATE_S, asyncio.shield(task))
     except BaseException:
         task.add_done_callback(_end_unwanted)
         raise
@@ -669,7 +669,7 @@ def _end_unwanted(creating: asyncio.Future[modal.Sandbox]) -> None:
 async def _terminate(sandbox: modal.Sandbox) -> None:
     sdk = load_sdk()
     try:
-        await _within(_CLOSE_S, sandbox.terminate.aio())
+        await _with_timeout(_CLOSE_S, sandbox.terminate.aio())
     except (sdk.exception.Error, OSError) as error:
         _log.warning("the sandbox %s could not be ended; it ends at its deadline: %s", sandbox.object_id, _text(error))
 

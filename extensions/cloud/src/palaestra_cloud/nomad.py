@@ -398,7 +398,7 @@ class NomadJob:
             try:
                 found, latest = await self._api.wait(f"/v1/job/{self.name}/allocations", index, wait_s)
                 index = latest if latest >= index else 0  # a restored cluster begins again at a lower index
-                self._update(found)
+                self._update_allocations(found)
                 await self._tidy()
                 await self._shrink()
             except SandboxError as error:
@@ -407,7 +407,7 @@ class NomadJob:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _update(self, stubs: JSON) -> None:
+    def _update_allocations(self, stubs: JSON) -> None:
         wanted = [each for each in stubs if each.get("DesiredStatus") == "run" and each["TaskGroup"] == GROUP]
         ended = ("complete", "failed", "lost", "unknown")
         present = {each["ID"]: each for each in wanted if each.get("ClientStatus") not in ended or _failed(each)}
@@ -416,7 +416,7 @@ class NomadJob:
         for allocation_id, stub in present.items():
             allocation = self._allocations.get(allocation_id)
             if allocation is None:
-                allocation = Allocation(allocation_id, _number(stub["Name"]), free_since=time.monotonic())
+                allocation = Allocation(allocation_id, _allocation_number(stub["Name"]), free_since=time.monotonic())
                 self._allocations[allocation_id] = allocation
             allocation.state = (stub.get("TaskStates") or {}).get(TASK) or {}
 
@@ -427,7 +427,7 @@ def _failed(stub: Mapping[str, JSON]) -> bool:
     return stub.get("ClientStatus") == "failed" and not stub.get("NextAllocation")
 
 
-def _number(name: str) -> int:
+def _allocation_number(name: str) -> int:
     """Return the number in the name of an allocation, `job.group[number]`."""
     found = re.search(r"\[(\d+)\]$", name)
     return int(found[1]) if found else 0

@@ -53,9 +53,9 @@ class PortClient(DistantClient):
             request = f"{head}Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nContent-Length: 0\r\n\r\n"
             await client.loop.sock_sendall(stream, request.encode())
             async with asyncio.timeout(_ANSWER_S):
-                first = await _head(stream)
+                first = await _read_head(stream)
             if " 101 " not in first:
-                raise SandboxError(f"the slot server at {_name(address)} refuses a stream: {first}")
+                raise SandboxError(f"the slot server at {_host_and_port(address)} refuses a stream: {first}")
             client._connect(stream)
             async with asyncio.timeout(silence_s):
                 await client._greet(settings)
@@ -63,7 +63,7 @@ class PortClient(DistantClient):
             await client.aclose()
             stream.close()
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"the slot server at {_name(address)} did not answer in time") from None
+                raise SandboxError(f"the slot server at {_host_and_port(address)} did not answer in time") from None
             raise
         client.beat(silence_s)
         return client
@@ -84,7 +84,7 @@ async def ask(address: tuple[str, int], token: str, method: str, path: str, body
     head, _, text = answer.decode(errors="replace").partition("\r\n\r\n")
     words = head.split()
     if len(words) < 2 or not words[1].isdecimal():
-        raise ConnectionError(f"{_name(address)} is not an HTTP server")
+        raise ConnectionError(f"{_host_and_port(address)} is not an HTTP server")
     try:
         return int(words[1]), json.loads(text)
     except ValueError:
@@ -97,7 +97,7 @@ async def deliver(address: tuple[str, int], token: str) -> None:
     if status == 503:
         status, _ = await ask(address, token, "PUT", "/server", archive())
     if status != 200:
-        raise SandboxError(f"the slot server at {_name(address)} refuses its files: status {status}")
+        raise SandboxError(f"the slot server at {_host_and_port(address)} refuses its files: status {status}")
 
 
 async def _opened(address: tuple[str, int]) -> socket.socket:
@@ -113,7 +113,7 @@ async def _opened(address: tuple[str, int]) -> socket.socket:
     return stream
 
 
-async def _head(stream: socket.socket) -> str:
+async def _read_head(stream: socket.socket) -> str:
     """Read the head of an answer and return its first line. The bytes after the head stay in the socket, because they
     are frames."""
     head = b""
@@ -125,7 +125,7 @@ async def _head(stream: socket.socket) -> str:
     return head.decode(errors="replace").split("\r\n", 1)[0]
 
 
-def _name(address: tuple[str, int]) -> str:
+def _host_and_port(address: tuple[str, int]) -> str:
     return f"{address[0]}:{address[1]}"
 
 

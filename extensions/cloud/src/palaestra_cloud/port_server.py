@@ -192,7 +192,7 @@ class PortServer:
             case "PUT", "/server":
                 return {"status": "ok"}
             case "GET", "/health":
-                return self._health()
+                return self._health_status()
             case "GET", "/slots":
                 return {"slots": [_described(each) for each in self._slots.values()]}
             case "POST", "/execute":
@@ -247,7 +247,7 @@ class PortServer:
 
     # The routes for numbered slots
 
-    def _health(self) -> JSON:
+    def _health_status(self) -> JSON:
         executing = sum(each.lock.locked() for each in self._slots.values())
         return {
             "status": "ok",
@@ -284,7 +284,7 @@ class PortServer:
         async with numbered.lock:
             numbered.execution_id = str(call.get("execution_id") or "") or None
             try:
-                slot = await self._made(numbered, bool(args.get("allow_network", True)))
+                slot = await self._started_slot(numbered, bool(args.get("allow_network", True)))
                 needs = any(args.get(name) for name in ("require_sandbox", "require_stateful_sandbox"))
                 if needs and slot.rung < Rung.CONFINED:
                     return _result(call, False, "", "no isolation is available here", {"requires_bwrap": True})
@@ -305,7 +305,7 @@ class PortServer:
         except TimeoutError:
             return tool_result(error=f"The call timed out after {limit_s:g}s")
 
-    async def _made(self, numbered: Numbered, network: bool) -> Slot:
+    async def _started_slot(self, numbered: Numbered, network: bool) -> Slot:
         if numbered.slot is None:
             async with self._starting:
                 await self._backend.start()

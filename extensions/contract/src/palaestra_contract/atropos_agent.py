@@ -202,7 +202,7 @@ class AtroposAgent:
     def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> AgentLoop:
         """Return the agent loop, set up for this agent. The history already has `earlier` turns of the assistant."""
 
-        def report(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
+        def report_turn(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
             return self._on_turn(turn, chat.as_text(added, earlier + turn.number - 1)) if self._on_turn else None
 
         definitions, config = self.tools.definitions(), self.config
@@ -212,7 +212,7 @@ class AtroposAgent:
             replace(self._limits, max_turns=max_turns, temperature=config.temperature, max_tokens=config.max_tokens),
             definitions=definitions,
             parallel_safe=frozenset() if config.tool_delay_s > 0 else self.tools.parallel_safe(),
-            on_turn=report,
+            on_turn=report_turn,
             clock=self._clock,
         )
 
@@ -271,14 +271,14 @@ def steps_of(messages: Sequence[Message], plain: Sequence[Message]) -> list[Agen
     steps: list[AgentStep] = []
     for message in messages:
         if message.get("role") == "assistant":
-            calls = [_call(call) for call in message.get("tool_calls") or ()]
+            calls = [_parse_call(call) for call in message.get("tool_calls") or ()]
             steps.append(AgentStep(len(steps) + 1, texts[len(steps)], calls))
         elif message.get("role") == "tool" and steps:
             steps[-1].tool_results.append(result_from(str(message.get("content") or "")))
     return steps
 
 
-def _call(call: Mapping[str, JSON]) -> ToolCall:
+def _parse_call(call: Mapping[str, JSON]) -> ToolCall:
     name, text = call["function"]["name"], call["function"]["arguments"]
     try:
         arguments = json.loads(text or "{}")

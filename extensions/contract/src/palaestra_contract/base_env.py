@@ -243,12 +243,12 @@ class BaseEnv(ABC):
         if self._manager is not None:
             await self._manager()
             return
-        await _loaded("by_hand").run_command(self, command)
+        await _lazy_module("by_hand").run_command(self, command)
 
     @cached_property
     def _by_hand(self) -> Any:
         """What plays rollouts for a program that calls the instance itself, outside any run."""
-        return _loaded("by_hand").ByHand(self)
+        return _lazy_module("by_hand").ByHand(self)
 
     # Optional methods
 
@@ -293,7 +293,7 @@ class BaseEnv(ABC):
 
     @cached_property
     def _unchecked_server(self) -> ChatServer:
-        group: ChatServer = _loaded("by_hand").servers_of(self)
+        group: ChatServer = _lazy_module("by_hand").servers_of(self)
         return group
 
     @property
@@ -362,11 +362,11 @@ class BaseEnv(ABC):
         latest groups. Called once for each scored group; a subclass may keep other data."""
         config, scores = self.config, scored_data["scores"]
         count = config.num_rollouts_per_group_for_logging
-        shown = [(self._shown(scored_data, index), score) for index, score in enumerate(scores)]
+        shown = [(self._rollout_text(scored_data, index), score) for index, score in enumerate(scores)]
         self.rollouts_for_wandb.append(shown if count < 0 else shown[:count])
         del self.rollouts_for_wandb[: -config.num_rollouts_to_keep]
 
-    def _shown(self, scored_data: Mapping[str, JSON], index: int) -> str:
+    def _rollout_text(self, scored_data: Mapping[str, JSON], index: int) -> str:
         """Return one rollout as text: its messages, or its tokens if it has no messages."""
         messages = scored_data.get("messages") or []
         if index < len(messages):
@@ -439,7 +439,7 @@ class BaseEnv(ABC):
         }
 
 
-def _loaded(module: str) -> Any:
+def _lazy_module(module: str) -> Any:
     """Return a module of this folder that builds on this one. It is imported only when it is used."""
     return import_module(f"palaestra_contract.{module}")
 
@@ -448,7 +448,7 @@ def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
     """Adapt an instance to the runner. The adapter is given by its name, so that its module, which loads the agent and
     the sandbox, is imported only for a run."""
     module, _, name = adapter.partition(".")
-    environment: EvaluatedEnvironment = getattr(_loaded(module), name)(inner)
+    environment: EvaluatedEnvironment = getattr(_lazy_module(module), name)(inner)
     return environment
 
 

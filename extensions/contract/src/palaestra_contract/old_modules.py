@@ -76,12 +76,12 @@ class _OldModule(ModuleType):
             return value
         if name in _SUBMODULES or PathFinder.find_spec(f"{self.__name__}.{name}", self.__path__) is not None:
             raise AttributeError(f"module {self.__name__!r} is not imported yet: {name!r}")
-        real = self.__dict__.get("_real") or self._load()
+        real = self.__dict__.get("_real") or self._load_real()
         if real is not None and hasattr(real, name):
             return getattr(real, name)
         raise ImportError(f"cannot import {name} from {self.__name__} through palaestra.compat: {advice(name)}")
 
-    def _load(self) -> ModuleType | None:
+    def _load_real(self) -> ModuleType | None:
         """Load the module that this one stands in for, if it is installed."""
         spec = _installed(self.__name__)
         if spec is None or spec.loader is None:

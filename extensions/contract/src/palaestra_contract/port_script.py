@@ -271,7 +271,7 @@ class _Script:
         for alias in node.names:
             if alias.name.partition(".")[0] not in CONTRACT_ROOTS:
                 self._check_installed(node, alias.name)
-                statements.append(f"import {_written(alias)}")
+                statements.append(f"import {_import_text(alias)}")
                 continue
             ours = True
             name = alias.asname or alias.name
@@ -579,14 +579,14 @@ def _free(tree: ast.Module) -> set[str]:
     return read - bound
 
 
-def _written(alias: ast.alias) -> str:
+def _import_text(alias: ast.alias) -> str:
     return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
 
 
 def _statement(module: str, names: Sequence[ast.alias], *, indent: str) -> str:
     """Return a statement that imports the names from the module. If `module` is empty, the names are modules to import;
     if it is `as`, this package is imported under each name."""
-    written = [_written(alias) for alias in names]
+    written = [_import_text(alias) for alias in names]
     if module in ("", "as"):
         own = (f"palaestra as {alias.asname or alias.name}" for alias in names)
         return f"import {', '.join(own if module else written)}"

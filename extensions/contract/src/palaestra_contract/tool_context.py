@@ -196,7 +196,7 @@ class ToolContext:
     @_placed
     async def call_tool_async(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
         """Call any tool by name, whether or not the agent has it. Returns the JSON text that a model would read."""
-        return (await self._call(tool_name, arguments)).text
+        return (await self._call_tool(tool_name, arguments)).text
 
     @_placed
     async def cleanup_async(self) -> None:
@@ -223,12 +223,12 @@ class ToolContext:
     call_tool = _sync(call_tool_async)
     cleanup = _sync(cleanup_async)
 
-    async def _call(self, tool_name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
+    async def _call_tool(self, tool_name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
         return await self._tools.call(self._tools.registry.known_as(tool_name), arguments)
 
     async def _object(self, tool_name: str, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return a tool's reply as an object; a reply that is not an object is put under `output`."""
-        reply = (await self._call(tool_name, arguments)).reply
+        reply = (await self._call_tool(tool_name, arguments)).reply
         if not isinstance(reply, str):
             return dict(reply)
         try:

@@ -62,7 +62,7 @@ async def read_unary(request: web.Request) -> dict[str, JSON]:
             data += piece
             if len(data) > MOST_MESSAGE_BYTES:
                 raise RpcError("resource_exhausted", f"a message may have at most {MOST_MESSAGE_BYTES} bytes")
-    return _message(bytes(data or b"{}"))
+    return _parse_message(bytes(data or b"{}"))
 
 
 async def read_stream(request: web.Request) -> AsyncIterator[dict[str, JSON]]:
@@ -82,14 +82,14 @@ async def read_stream(request: web.Request) -> AsyncIterator[dict[str, JSON]]:
             raise RpcError("unimplemented", "compressed messages are not supported")
         if flags & _END:
             return
-        yield _message(data)
+        yield _parse_message(data)
 
 
 def _in_time() -> asyncio.Timeout:
     return asyncio.timeout(MESSAGE_S)
 
 
-def _message(data: bytes) -> dict[str, JSON]:
+def _parse_message(data: bytes) -> dict[str, JSON]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):

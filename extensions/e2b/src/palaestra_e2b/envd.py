@@ -50,9 +50,9 @@ class Envd:
         """Answer a call into a sandbox. Raises `ApiError`."""
         sandbox = self._sandboxes.inside(sandbox_id)
         with self._open.one(sandbox_id):
-            return await self._call(request, sandbox)
+            return await self._route(request, sandbox)
 
-    async def _call(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
+    async def _route(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
         path = request.path
         if path == "/health":
             sandbox.running_slot  # noqa: B018 - raises if it is paused
@@ -100,7 +100,7 @@ class Envd:
                 user = await self._user(request, sandbox, slot)
                 answer = await _UNARY[request.path](sandbox, slot, user, message)
         except (PalaestraError, OSError, ValueError, RpcError) as error:
-            return _refusal(rpc_error(error, sandbox.sandbox_id))
+            return _error_response(rpc_error(error, sandbox.sandbox_id))
         return web.json_response(answer, dumps=dumps)
 
     async def _input(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
@@ -155,7 +155,7 @@ def _keepalive_of(request: web.Request) -> float:
     return float(text) if text.isdigit() and 0 < int(text[:6]) <= 3600 else _KEEPALIVE_S
 
 
-def _refusal(error: RpcError | ApiError) -> web.Response:
+def _error_response(error: RpcError | ApiError) -> web.Response:
     if isinstance(error, ApiError):
         raise error
     return web.json_response(error.body, status=error.status, dumps=dumps)

@@ -41,8 +41,8 @@ async def entry_of(slot: Slot, info: FileInfo, own_home: str) -> Message:
         "size": str(info.size),
         "mode": info.mode,
         "permissions": stat.filemode(_FORMATS[info.kind] | info.mode),
-        "owner": _name(info.uid, info.path, own_home),
-        "group": _name(info.gid, info.path, own_home),
+        "owner": _owner_name(info.uid, info.path, own_home),
+        "group": _owner_name(info.gid, info.path, own_home),
         "modifiedTime": datetime.fromtimestamp(info.mtime, UTC).isoformat().replace("+00:00", "Z"),
     }
     return entry | ({"symlinkTarget": await _target(slot, info), "isSymlink": True} if is_link else {})
@@ -197,7 +197,7 @@ async def _target(slot: Slot, info: FileInfo) -> str:
     return info.target
 
 
-def _name(number: int, path: str, own_home: str) -> str:
+def _owner_name(number: int, path: str, own_home: str) -> str:
     if number:
         return str(number)
     return DEFAULT_USER if path == own_home or path.startswith(f"{own_home}/") else "root"

@@ -143,12 +143,12 @@ class ProcessTable:
         started = asyncio.get_running_loop().create_future()
         self._starting.add(started)
         try:
-            return await self._start(slot, wanted)
+            return await self._spawn_process(slot, wanted)
         finally:
             self._starting.discard(started)
             started.set_result(None)
 
-    async def _start(self, slot: Slot, wanted: ProcessRequest) -> HostedProcess:
+    async def _spawn_process(self, slot: Slot, wanted: ProcessRequest) -> HostedProcess:
         terminal = wanted.terminal
         process = await slot.spawn(
             wanted.argv, cwd=wanted.cwd, env=wanted.env, stdin=wanted.stdin, terminal=terminal, stderr=terminal is None,
@@ -216,17 +216,17 @@ class ProcessTable:
             await hosted.process.kill()
 
     def _read(self, hosted: HostedProcess) -> None:
-        hosted.reading = asyncio.get_running_loop().create_task(self._run(hosted))
+        hosted.reading = asyncio.get_running_loop().create_task(self._read_to_end(hosted))
 
-    async def _run(self, hosted: HostedProcess) -> None:
+    async def _read_to_end(self, hosted: HostedProcess) -> None:
         """Read a process's output to its end, then tell the followers how it ended and forget it."""
         try:
             if hosted.terminal:
-                await _copy(hosted, "pty", 0)
+                await _emit_output(hosted, "pty", 0)
             else:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(_copy(hosted, "stdout", 0))
-                    group.create_task(_copy(hosted, "stderr", 1))
+                    group.create_task(_emit_output(hosted, "stdout", 0))
+                    group.create_task(_emit_output(hosted, "stderr", 1))
             await self._finish(hosted, hosted.process.exit_code or 0)
         except* (PalaestraError, ProcessLookupError) as errors:
             self._running.pop(hosted.pid, None)
@@ -243,7 +243,7 @@ class ProcessTable:
         await hosted.process.forget()
 
 
-async def _copy(hosted: HostedProcess, stream: str, number: int) -> None:
+async def _emit_output(hosted: HostedProcess, stream: str, number: int) -> None:
     async for piece in hosted.process.output(hosted.cursors[number], stderr=number == 1):
         hosted.cursors[number] = piece.end
         if hosted.followers:

@@ -76,7 +76,7 @@ def _bounded(pairs: dict[str, str]) -> dict[str, str]:
     return pairs
 
 
-def _variables(pairs: dict[str, str]) -> dict[str, str]:
+def _checked_variables(pairs: dict[str, str]) -> dict[str, str]:
     for name, value in pairs.items():
         if not is_variable(name, value):
             raise ValueError(f"{name[:200]!r} cannot be an environment variable")
@@ -84,7 +84,7 @@ def _variables(pairs: dict[str, str]) -> dict[str, str]:
 
 
 Pairs = Annotated[dict[str, str], AfterValidator(_bounded)]
-Variables = Annotated[dict[str, str], AfterValidator(_variables)]
+Variables = Annotated[dict[str, str], AfterValidator(_checked_variables)]
 Timeout = Annotated[int, Field(ge=0, le=LONGEST_S)]
 
 

@@ -194,7 +194,7 @@ class Sandboxes:
         return len(self._found)
 
     async def __aenter__(self) -> Sandboxes:
-        self._start(self._end_leases())
+        self._start_job(self._end_leases())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -232,10 +232,10 @@ class Sandboxes:
         """Create a sandbox. A second request with the same idempotency key gets the sandbox of the first, as long as it
         exists. Raises `ApiError`."""
         if not idempotency:
-            return await self._create(key, request)
-        return await self._repeated.once((key.name, idempotency), lambda: self._create(key, request))
+            return await self._create_sandbox(key, request)
+        return await self._repeated.once((key.name, idempotency), lambda: self._create_sandbox(key, request))
 
-    async def _create(self, key: ApiKey, request: NewSandbox) -> HostedSandbox:
+    async def _create_sandbox(self, key: ApiKey, request: NewSandbox) -> HostedSandbox:
         request.refuse_unsupported()
         network = self._allowed(request.wanted_network())
         template = self.templates.find(key, request.template)
@@ -395,7 +395,7 @@ class Sandboxes:
         try:
             snapshot = await self.pool.checkpoint(sandbox.slot)
         except SlotLost as error:
-            self._start(self.lost(sandbox, str(error)))
+            self._start_job(self.lost(sandbox, str(error)))
             raise not_found(sandbox.sandbox_id, str(error)) from None
         except InfraError as error:  # the isolation level cannot copy a running slot
             raise ApiError(400, str(error)) from None
@@ -403,7 +403,7 @@ class Sandboxes:
 
     # Jobs
 
-    def _start(self, work: JSON) -> None:
+    def _start_job(self, work: JSON) -> None:
         job = asyncio.get_running_loop().create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
@@ -414,7 +414,7 @@ class Sandboxes:
             now = time.time()
             for sandbox in list(self._found.values()):
                 if sandbox.state is SandboxState.RUNNING and sandbox.ends_at <= now and not sandbox.changing.locked():
-                    self._start(self._on_timeout(sandbox))
+                    self._start_job(self._on_timeout(sandbox))
             self._repeated.sweep()
 
     async def _on_timeout(self, sandbox: HostedSandbox) -> None:

@@ -159,7 +159,7 @@ class TemplateApi:
         build = self._builds.find(call.key, *call.parts)
         offset = call.request.query.get("logsOffset", "0")
         entries = build.log[int(offset) if offset.isdigit() else 0 :][:100]
-        return web.json_response(_status(build, entries))
+        return web.json_response(_build_status(build, entries))
 
     async def files(self, call: ControlCall) -> web.Response:
         if not _HASH.fullmatch(call.parts[1]):
@@ -216,7 +216,7 @@ async def _store(request: web.Request, place: Path) -> None:
 _NO_BUILD = "00000000-0000-0000-0000-000000000000"
 
 
-def _status(build: Build, entries: Sequence[tuple[float, str, str]]) -> dict[str, JSON]:
+def _build_status(build: Build, entries: Sequence[tuple[float, str, str]]) -> dict[str, JSON]:
     found: dict[str, JSON] = {
         "templateID": build.template.template_id, "buildID": build.build_id, "status": build.status,
         "logs": [text for _, _, text in entries],

@@ -125,7 +125,7 @@ class TemplateBuilds:
             raise ApiError(409, f"build '{build.build_id}' has begun already")
         build.status = "building"
         build.template.start_command, build.template.ready_command = start, ready
-        build.task = asyncio.get_running_loop().create_task(self._run(build, base, steps))
+        build.task = asyncio.get_running_loop().create_task(self._run_build(build, base, steps))
 
     # Files of COPY
 
@@ -180,7 +180,7 @@ class TemplateBuilds:
             "(`palaestra images make` makes more, `palaestra serve e2b --template NAME=PATH` adds one)"
         )  # fmt: skip
 
-    async def _run(self, build: Build, base: Template, steps: Sequence[JSON]) -> None:
+    async def _run_build(self, build: Build, base: Template, steps: Sequence[JSON]) -> None:
         try:
             async with self._room:
                 await self._build(build, base, steps)
@@ -214,10 +214,10 @@ class TemplateBuilds:
         build.failed_step = ""
         template.snapshot = await self._pool.seal(slot)
         self._templates.add(template)
-        await self._save(template)
+        await self._save_template(template)
 
     async def _step(self, build: Build, slot: Slot, template: Template, step: JSON) -> ImageConfig:
-        kind, args = _parsed(step)
+        kind, args = _parse_step(step)
         build.note(f"{kind} {' '.join(args)}"[:500])
         config = template.config
         if kind == "RUN":
@@ -272,7 +272,7 @@ class TemplateBuilds:
 
     # Saved templates
 
-    async def _save(self, template: Template) -> None:
+    async def _save_template(self, template: Template) -> None:
         if self._folder is None or template.snapshot is None:
             return
         folder = self._folder / template.template_id
@@ -347,7 +347,7 @@ def _remove_unused(folder: Path) -> None:
             os.close(files)
 
 
-def _parsed(step: JSON) -> tuple[str, list[str]]:
+def _parse_step(step: JSON) -> tuple[str, list[str]]:
     args = step.get("args") or [] if isinstance(step, dict) else []
     if not isinstance(step, dict) or not isinstance(args, list) or not all(isinstance(each, str) for each in args):
         raise BuildFailed("a step must be an object with a type and a list of strings")

@@ -51,7 +51,7 @@ class DirectoryWatcher:
     async def begin(self) -> None:
         """List the directory for the first time. Raises OSError."""
         self.seen = await self._listed()
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.task = asyncio.get_running_loop().create_task(self._poll())
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -65,17 +65,17 @@ class DirectoryWatcher:
         async with self.looking:
             now = await self._listed()
             for path in self.seen.keys() - now.keys():
-                self._add("EVENT_TYPE_REMOVE", path, None)
+                self._add_event("EVENT_TYPE_REMOVE", path, None)
             for path, entry in now.items():
                 before = self.seen.get(path)
                 if before is None or before.kind != entry.kind:
-                    self._add("EVENT_TYPE_CREATE", path, entry)
+                    self._add_event("EVENT_TYPE_CREATE", path, entry)
                 if entry.kind == "file" and (
                     entry.size > 0 if before is None else (before.mtime, before.size) != (entry.mtime, entry.size)
                 ):
-                    self._add("EVENT_TYPE_WRITE", path, entry)
+                    self._add_event("EVENT_TYPE_WRITE", path, entry)
                 if before is not None and before.mode != entry.mode:
-                    self._add("EVENT_TYPE_CHMOD", path, entry)
+                    self._add_event("EVENT_TYPE_CHMOD", path, entry)
             self.seen = now
 
     async def stop(self) -> None:
@@ -84,11 +84,11 @@ class DirectoryWatcher:
         self.news.set()
         await end_tasks(self.task)
 
-    def _add(self, kind: str, path: str, entry: FileInfo | None) -> None:
+    def _add_event(self, kind: str, path: str, entry: FileInfo | None) -> None:
         self.events.append(Event(kind, path.removeprefix(self.path).lstrip("/"), entry))
         self.news.set()
 
-    async def _run(self) -> None:
+    async def _poll(self) -> None:
         with contextlib.suppress(PalaestraError, OSError):
             while True:
                 await asyncio.sleep(_EVERY_S)

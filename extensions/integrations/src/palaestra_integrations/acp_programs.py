@@ -139,10 +139,10 @@ class _Pipe:
     async def receive(self) -> dict[str, Any] | None:
         """Return the agent's next message; None at its end, or if it sends something else."""
         try:
-            while (line := await self._line()) is not None:
+            while (line := await self._read_line()) is not None:
                 if not line.strip():
                     continue
-                message = _message(line)
+                message = _parse_message(line)
                 if "method" in message and "id" in message:
                     await self._places.acquire()  # an agent that asks faster than it is answered waits
                 return message
@@ -154,7 +154,7 @@ class _Pipe:
             self.problem = str(error)
         return None
 
-    async def _line(self) -> bytes | None:
+    async def _read_line(self) -> bytes | None:
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0:
             searched = len(self._rest)
@@ -178,7 +178,7 @@ def _takes_http(agent: dict[str, Any]) -> bool:
     return isinstance(servers, dict) and servers.get("http") is True
 
 
-def _message(line: bytes) -> dict[str, Any]:
+def _parse_message(line: bytes) -> dict[str, Any]:
     """Return the message on a line. Raises `AcpError`."""
     try:
         message = json.loads(line)
@@ -236,9 +236,9 @@ class _Client:
         """Open a session and let the agent work until the end of its turn. A cancelled turn is cancelled in the session
         first. Raises `AcpError`, `ConfigError`, or the failure of the slot."""
         try:
-            session = await self._session(assignment)
+            session = await self._start_session(assignment)
             text = {"type": "text", "text": assignment.prompt}
-            prompt = asyncio.create_task(self._ask("session/prompt", {"sessionId": session, "prompt": [text]}))
+            prompt = asyncio.create_task(self._send_request("session/prompt", {"sessionId": session, "prompt": [text]}))
             try:
                 done = await asyncio.shield(prompt)
             except asyncio.CancelledError:
@@ -250,7 +250,7 @@ class _Client:
         finally:
             await self._connection.close()
 
-    async def _session(self, assignment: AgentAssignment) -> str:
+    async def _start_session(self, assignment: AgentAssignment) -> str:
         about = {
             "protocolVersion": PROTOCOL_VERSION,
             "clientCapabilities": {"fs": {"readTextFile": True, "writeTextFile": True}, "terminal": False},
@@ -258,7 +258,7 @@ class _Client:
         }
         try:
             async with asyncio.timeout(START_S):
-                agent = await self._ask("initialize", about)
+                agent = await self._send_request("initialize", about)
         except TimeoutError:
             raise AcpError(f"the agent did not answer `initialize` within {START_S:g} s") from None
         if agent.get("protocolVersion") != PROTOCOL_VERSION:
@@ -274,13 +274,13 @@ class _Client:
                 )
             headers = [{"name": name, "value": value} for name, value in assignment.headers.items()]
             servers = [{"type": "http", "name": _SERVER, "url": assignment.tools_url, "headers": headers}]
-        opened = await self._ask("session/new", {"cwd": self._slot.workspace_dir, "mcpServers": servers})
+        opened = await self._send_request("session/new", {"cwd": self._slot.workspace_dir, "mcpServers": servers})
         session = opened.get("sessionId")
         if not isinstance(session, str):
             raise AcpError("the agent's answer to `session/new` names no session")
         return session
 
-    async def _ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def _send_request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         """Return the agent's answer. Raises `AcpError`, or the failure of the slot."""
         try:
             answer = await self._connection.send_request(method, params)

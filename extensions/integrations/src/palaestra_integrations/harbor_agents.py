@@ -86,12 +86,12 @@ class HarborAgent(HostedAgent):
             paths = TrialPaths(trial_dir=Path(folder))
             environment = SlotEnvironment(slot, paths, log)
             installed = issubclass(self._kind, BaseInstalledAgent)
-            agent = await asyncio.to_thread(self._made, in_slot if installed else here, paths.agent_dir)
+            agent = await asyncio.to_thread(self._create_agent, in_slot if installed else here, paths.agent_dir)
             await environment.ensure_dirs([str(agent.environment_logs_dir)])
             await agent.setup(environment)
             await agent.run(in_slot.prompt, environment, AgentContext())
 
-    def _made(self, assignment: AgentAssignment, logs: Path) -> Any:
+    def _create_agent(self, assignment: AgentAssignment, logs: Path) -> Any:
         """Create the agent. It runs in a thread, because some of the agents import large packages."""
         logs.mkdir(parents=True, exist_ok=True)
         spec = self._kind.MODEL_CONNECTION
@@ -104,7 +104,7 @@ class HarborAgent(HostedAgent):
                 logs_dir=logs,
                 model_name=f"{provider}/{_MODEL}",
                 mcp_servers=servers,
-                extra_env=_variables(assignment),
+                extra_env=_agent_variables(assignment),
                 **given,
             )
         except (TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ class _WithoutOurVariables:
         return (self._extra_env,)
 
 
-def _variables(assignment: AgentAssignment) -> dict[str, str]:
+def _agent_variables(assignment: AgentAssignment) -> dict[str, str]:
     return {
         "OPENAI_BASE_URL": assignment.openai_url,
         "OPENAI_API_BASE": assignment.openai_url,

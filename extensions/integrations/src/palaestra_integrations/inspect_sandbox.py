@@ -275,7 +275,7 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
                     )
                 except FileNotFoundError as error:  # the directory; a missing program is an exit code
                     return ExecResult(False, _CANNOT_RUN, "", f"{error}\n")
-        return _result(cmd, result, timeout, min(limit, _MOST_OUTPUT))
+        return _exec_result(cmd, result, timeout, min(limit, _MOST_OUTPUT))
 
     async def _as_user(self, cmd: list[str], user: str | None) -> tuple[list[str] | str, dict[str, str]]:
         """Return the command and variables that run `cmd` as a user, or the error of an unknown user. Raises
@@ -430,7 +430,7 @@ def _box(settings: PalaestraSandboxConfig, pool: SlotPool | None = None) -> Sand
     )
 
 
-def _result(cmd: list[str], result: ExecutionResult, timeout: int | None, limit: int) -> ExecResult[str]:
+def _exec_result(cmd: list[str], result: ExecutionResult, timeout: int | None, limit: int) -> ExecResult[str]:
     """Return a command's result in Inspect's type, or raise the error that Inspect documents for it."""
     stdout, stderr = str(result.metadata["stdout"]), str(result.metadata["stderr"])
     if result.metadata["timeout"]:

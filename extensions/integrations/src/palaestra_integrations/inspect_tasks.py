@@ -179,7 +179,7 @@ class _Model:
                 "the task's solvers call the model more than once, which cannot be carried over; run it with "
                 "`inspect eval --sandbox palaestra`"
             )
-        self.opening = [_plain(each) for each in state.messages]
+        self.opening = [_text_message(each) for each in state.messages]
         if self.reply is None:
             raise _Opened
         state.messages.extend(self.reply)
@@ -205,13 +205,13 @@ class _LoadedTask:
             raise ConfigError(f"the task {task.name} makes samples while it runs, which cannot be carried over")
         if not task.scorer:
             raise ConfigError(f"the task {task.name} has no scorer, so its rollouts would have no reward")
-        by_model = [name for name in map(_name, task.scorer) if name.startswith("model_graded")]
+        by_model = [name for name in map(_registered_name, task.scorer) if name.startswith("model_graded")]
         if by_model and self.grader is None:
             raise ConfigError(
                 f"the scorer {by_model[0]} of {task.name} needs a model: set `grader` to a model of Inspect"
             )
         left_out = [name for name in _NOT_CARRIED if getattr(task, name, None)]
-        agents = [_name(each) for each in self._solvers() if _name(each) in _AGENTS]
+        agents = [_registered_name(each) for each in self._solvers() if _registered_name(each) in _AGENTS]
         if agents:
             left_out.append(f"the solver {agents[0]} and its tools, whose part the agent plays with tools of its own")
         if left_out:
@@ -225,9 +225,11 @@ class _LoadedTask:
             raise ConfigError(
                 f"the solvers of {self.task.name} make another prompt each time, such as shuffled choices"
             )
-        count = sum(_name(each) in _AGENTS for each in self._solvers())
-        if count and _name(self._solvers()[-1]) not in _AGENTS:
-            raise ConfigError(f"the solver {_name(self._solvers()[-1])} of {self.task.name} follows an agent")
+        count = sum(_registered_name(each) in _AGENTS for each in self._solvers())
+        if count and _registered_name(self._solvers()[-1]) not in _AGENTS:
+            raise ConfigError(
+                f"the solver {_registered_name(self._solvers()[-1])} of {self.task.name} follows an agent"
+            )
 
     def tasks(self) -> Iterator[Task]:
         """Yield a task for each sample."""
@@ -245,13 +247,13 @@ class _LoadedTask:
             place, _, rest = name.rpartition(":")
             if place not in ("", "default"):
                 raise ConfigError(f"sample {sample.id} has a file for the sandbox {place!r}; there is only one")
-            files |= _file(rest, source, self.folder, sample.id)
-        script = None if sample.setup is None else _file("", sample.setup, self.folder, sample.id).get("")
+            files |= _sample_files(rest, source, self.folder, sample.id)
+        script = None if sample.setup is None else _sample_files("", sample.setup, self.folder, sample.id).get("")
         if sample.setup is not None and script is None:
             raise ConfigError(
                 f"the setup of sample {sample.id} names a folder instead of a script: {sample.setup:.100}"
             )
-        answers = {_name(each) for each in self.task.scorer or ()} <= _ANSWERED_BY_TARGET and not tools
+        answers = {_registered_name(each) for each in self.task.scorer or ()} <= _ANSWERED_BY_TARGET and not tools
         target = sample.target if isinstance(sample.target, str) else next(iter(sample.target), "")
         return Task(
             id=str(sample.id),
@@ -274,31 +276,33 @@ class _LoadedTask:
         detail: dict[str, JSON] = {}
         wanted = self.task.sandbox or sample.sandbox or task.toolsets
         async with _contexts(slot if wanted else None, self.grader):
-            model = await self._run(sample, _Model(reply))
+            model = await self._run_solvers(sample, _Model(reply))
             if model.opening != task.messages():
                 raise ConfigError(f"the solvers of {self.task.name} made another prompt for the score of {task.id}")
             for scorer in self.task.scorer or ():
                 try:
                     score = await scorer(model.state, Target(sample.target))
                 except _OF_THE_WORK as error:
-                    raise WorkError(f"the scorer {_name(scorer)} failed on the work: {error!r:.300}") from error
+                    raise WorkError(
+                        f"the scorer {_registered_name(scorer)} failed on the work: {error!r:.300}"
+                    ) from error
                 if score is None:
-                    raise ValueError(f"the scorer {_name(scorer)} returned no score for {task.id}")
-                values |= _numbers(_name(scorer), score.value)
-                detail[_name(scorer)] = {"answer": score.answer, "explanation": score.explanation}
+                    raise ValueError(f"the scorer {_registered_name(scorer)} returned no score for {task.id}")
+                values |= _score_numbers(_registered_name(scorer), score.value)
+                detail[_registered_name(scorer)] = {"answer": score.answer, "explanation": score.explanation}
         return Score(sum(values.values()) / len(values), metrics=values, detail=detail)
 
     async def _open(self, sample: Sample) -> _Model:
         model = _Model()
         try:
-            await self._run(sample, model)
+            await self._run_solvers(sample, model)
         except _Opened:
             return model
         except (ProcessLookupError, ValueError) as error:  # a solver asked for a sandbox, or for a model of its own
             raise ConfigError(f"the solvers of {self.task.name} cannot be carried over: {error}") from error
         raise ConfigError(f"the solvers of {self.task.name} never call `generate`, so there is nothing to play")
 
-    async def _run(self, sample: Sample, model: _Model) -> _Model:
+    async def _run_solvers(self, sample: Sample, model: _Model) -> _Model:
         state = TaskState(
             model=ModelName(_MODEL),
             sample_id=sample.id or 0,
@@ -310,7 +314,7 @@ class _LoadedTask:
             metadata=dict(sample.metadata or {}),
         )
         for solver in self._solvers():
-            if _name(solver) in _AGENTS:
+            if _registered_name(solver) in _AGENTS:
                 state = await _opening_of_agent(solver, state, model)
                 state = await model(state)
             else:
@@ -322,9 +326,9 @@ class _LoadedTask:
         return [*_flat(self.task.setup), *_flat(self.task.solver)]
 
     def _tools(self, state: TaskState) -> set[str]:
-        found = {_name(tool) for tool in state.tools}
+        found = {_registered_name(tool) for tool in state.tools}
         for solver in self._solvers():
-            given = registry_params(solver).get("tools") if _name(solver) in _AGENTS else None
+            given = registry_params(solver).get("tools") if _registered_name(solver) in _AGENTS else None
             found |= {str(each.get("name")) for each in given or () if isinstance(each, dict)}
         return found
 
@@ -414,13 +418,13 @@ def _flat(solver: Any) -> list[Solver]:
     return [solver]
 
 
-def _name(registered: Any) -> str:
+def _registered_name(registered: Any) -> str:
     if is_registry_object(registered):
         return str(registry_unqualified_name(registered))
     return str(getattr(registered, "__name__", type(registered).__name__))
 
 
-def _plain(message: ChatMessage) -> Message:
+def _text_message(message: ChatMessage) -> Message:
     """Return a message of a prompt in OpenAI's format. Raises `ConfigError` for anything but text."""
     content = message.content
     if not isinstance(content, str) and any(part.type != "text" for part in content):
@@ -437,7 +441,7 @@ def _messages(messages: Sequence[Message]) -> list[ChatMessage]:
     for each in messages:
         role, content = each["role"], each.get("content") or ""
         if role == "assistant":
-            calls = [_call(call) for call in each.get("tool_calls") or ()]
+            calls = [_inspect_call(call) for call in each.get("tool_calls") or ()]
             functions |= {call.id: call.function for call in calls}
             found.append(ChatMessageAssistant(content=content, tool_calls=calls or None, model=_MODEL))
         elif role == "tool":
@@ -448,7 +452,7 @@ def _messages(messages: Sequence[Message]) -> list[ChatMessage]:
     return found
 
 
-def _call(call: JSON) -> ToolCall:
+def _inspect_call(call: JSON) -> ToolCall:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
@@ -458,7 +462,7 @@ def _call(call: JSON) -> ToolCall:
     return ToolCall(id=call["id"], function=function["name"], arguments=arguments)
 
 
-def _file(name: str, source: str, folder: Path, sample: object) -> dict[str, bytes]:
+def _sample_files(name: str, source: str, folder: Path, sample: object) -> dict[str, bytes]:
     """Return the contents of a sample's file, or of the files of a folder: a data URI, a path in the task's folder, or
     the text itself. Raises `ConfigError` for a path outside of it and for an address, which a row must not choose."""
     if is_data_uri(source):
@@ -500,7 +504,7 @@ def _script(setup: str) -> str:
     )
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
+def _score_numbers(name: str, value: Any) -> dict[str, float]:
     """Return the numbers of a score's value, by name."""
     convert = value_to_float()
     if isinstance(value, Mapping):

@@ -87,9 +87,9 @@ class _Rows:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the rows {file} cannot be read: {error}") from None
-        self._rows = [self._row(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        self._rows = [self._parse_row(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
-    def _row(self, number: int, line: str) -> dict[str, JSON]:
+    def _parse_row(self, number: int, line: str) -> dict[str, JSON]:
         try:
             row = json.loads(line)
             asked = row["responses_create_params"]
@@ -110,7 +110,7 @@ class _Rows:
             if asked.get("text"):
                 raise TaskError(f"row {number} asks for a form of output (text), which cannot be carried over")
             ignored |= {name for name, value in asked.items() if name not in _CARRIED and value is not None}
-            yield Task(id=str(number), prompt=_prompt(number, asked))
+            yield Task(id=str(number), prompt=_input_messages(number, asked))
         if ignored:
             _log.warning("the rows set %s, which the settings of the run replace", ", ".join(sorted(ignored)))
 
@@ -244,7 +244,7 @@ def _schema(number: int, definition: JSON) -> ToolSchema:
         raise ConfigError(f"row {number} offers a tool that cannot be read: {error!r:.200}") from None
 
 
-def _prompt(number: int, asked: Mapping[str, JSON]) -> list[Message]:
+def _input_messages(number: int, asked: Mapping[str, JSON]) -> list[Message]:
     """Return the input of a request in OpenAI's chat format. Raises `TaskError` for anything but text."""
     given = [{"role": "user", "content": asked["input"]}] if isinstance(asked["input"], str) else asked["input"]
     found: list[Message] = []

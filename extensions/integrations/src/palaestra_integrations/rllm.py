@@ -53,7 +53,7 @@ class EnvironmentFlow:
         played = result.trajectory
         metadata = {"rollout_id": played.rollout_id, **played.verdict}
         trajectory = Trajectory(name=self.name, reward=reward, metadata=metadata)
-        return Episode(task=row, trajectories=[trajectory], termination_reason=_reason(result))
+        return Episode(task=row, trajectories=[trajectory], termination_reason=_termination_reason(result))
 
     async def aclose(self) -> None:
         """End the run."""
@@ -92,7 +92,7 @@ class EnvironmentRuntime:
             made.error, made.termination_reason = f"no result after {timeout:g} s", TerminationReason.ERROR
         else:
             if isinstance(result, Scored):
-                made.finished, made.reward, made.termination_reason = True, result.reward, _reason(result)
+                made.finished, made.reward, made.termination_reason = True, result.reward, _termination_reason(result)
                 made.metadata = result.trajectory.verdict
             else:
                 made.error, made.termination_reason = f"{result.kind}: {result.error}", TerminationReason.ERROR
@@ -115,5 +115,5 @@ def _task_id(row: Mapping[str, JSON]) -> str:
     return task
 
 
-def _reason(result: Scored) -> TerminationReason:
+def _termination_reason(result: Scored) -> TerminationReason:
     return _REASONS.get(result.trajectory.outcome, TerminationReason.ENV_DONE)

@@ -103,7 +103,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
         self._rollout: asyncio.Task[Group] | None = None
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
-        self._rollout = asyncio.create_task(self._builder.roll_out(self._ask, 1, retried=False))
+        self._rollout = asyncio.create_task(self._builder.roll_out(self._ask_trainer, 1, retried=False))
         if (asked := await self._next()) is None:
             raise RuntimeError(f"the agent of task {self._builder.task_id} ended without a model call")
         return asked
@@ -124,7 +124,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
             self._actions.put_nowait(None)
             await asyncio.wait([self._rollout])
 
-    async def _ask(self, prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
+    async def _ask_trainer(self, prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
         self._prompts.put_nowait((prompt, stop_ids))
         if (action := await self._actions.get()) is None:
             raise EngineRefused("the trainer ended the rollout")
@@ -149,7 +149,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
         assert self._rollout is not None
         group = self._rollout.result()
         if not group.scored:
-            raise RuntimeError(_failures(group)[0].error_message)
+            raise RuntimeError(_rollout_errors(group)[0].error_message)
         return group.scored[0]
 
 
@@ -178,7 +178,7 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
             return Sampled(reply.tokens, reply.logprobs, reply.stop_reason)
 
         group = await env_group_builder.roll_out(ask, env_group_builder.group_size)
-        errors = _failures(group)
+        errors = _rollout_errors(group)
         if not group.scored:
             raise AllTrajectoriesFailedError(f"no rollout of {env_group_builder.task_id} was scored: {errors[:1]}")
         trajectories = [made for each in group.scored if (made := _trajectory(each, said)).transitions]
@@ -260,11 +260,11 @@ async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collect
     """Sample in the cookbook's event loop, where the policy lives."""
     loop, ask = _ASK.get()
 
-    async def asked() -> Sampled:
+    async def ask_prompt() -> Sampled:
         return await ask(prompt, most_tokens, stop_ids)
 
     try:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask_prompt(), loop))
     except tinker.TinkerError as error:
         raise EngineRefused(f"the policy did not sample: {error}") from error
 
@@ -306,7 +306,7 @@ def _metrics(trajectory: Trajectory) -> dict[str, float]:
     return {f"outcome/{trajectory.outcome}": 1.0, **official, **labels}
 
 
-def _failures(group: Group) -> list[types.RolloutError]:
+def _rollout_errors(group: Group) -> list[types.RolloutError]:
     """Return an error for each rollout of a group that has no score. If there is no such rollout, return the group's
     error, if it has one."""
     found = [
@@ -353,7 +353,7 @@ class SlotSandbox:
             spill=False,
             stderr=True,
         )
-        return _result(found.metadata["stdout"], found.metadata["stderr"], found.metadata["exit_code"])
+        return _sandbox_result(found.metadata["stdout"], found.metadata["stderr"], found.metadata["exit_code"])
 
     async def read_file(self, path: str, max_bytes: int | None = None, timeout: int = 60) -> SandboxResult:
         """Return the text of a file. If the file cannot be read, the result has exit code 1 and the reason."""
@@ -361,8 +361,8 @@ class SlotSandbox:
             slot = self._running()
             data = await (slot.read_bytes(path) if max_bytes is None else slot.read_bytes(path, max_bytes=max_bytes))
         except OSError as error:
-            return _result("", f"{path}: {error.strerror or error}", 1)
-        return _result(data.decode(errors="replace"))
+            return _sandbox_result("", f"{path}: {error.strerror or error}", 1)
+        return _sandbox_result(data.decode(errors="replace"))
 
     async def write_file(
         self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
@@ -373,8 +373,8 @@ class SlotSandbox:
         try:
             await self._running().write_bytes(path, data, mode=0o755 if executable else None)
         except OSError as error:
-            return _result("", f"{path}: {error.strerror or error}", 1)
-        return _result()
+            return _sandbox_result("", f"{path}: {error.strerror or error}", 1)
+        return _sandbox_result()
 
     async def cleanup(self) -> None:
         """End the slot and all its processes. Idempotent."""
@@ -406,5 +406,5 @@ def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **setti
     return make
 
 
-def _result(stdout: str = "", stderr: str = "", exit_code: int = 0) -> SandboxResult:
+def _sandbox_result(stdout: str = "", stderr: str = "", exit_code: int = 0) -> SandboxResult:
     return SandboxResult(stdout=stdout, stderr=stderr, exit_code=exit_code)

@@ -126,7 +126,7 @@ class _Environment:
             self._play.finish()
         self._play = self._session.play(_task_id(row["prompt"]))
 
-    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    def _call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         assert self._play is not None, "TRL resets an environment before it calls a tool"
         return self._play.call(name, {key: value for key, value in arguments.items() if value is not None})
 
@@ -148,7 +148,7 @@ def _method(function: Mapping[str, Any]) -> Callable[..., str]:
     required = function["parameters"].get("required", [])
 
     def call(self: _Environment, **arguments: Any) -> str:
-        return self._call(function["name"], arguments)
+        return self._call_tool(function["name"], arguments)
 
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
     for name in sorted(properties, key=lambda name: name not in required):
@@ -156,7 +156,7 @@ def _method(function: Mapping[str, Any]) -> Callable[..., str]:
         given = {} if name in required else {"default": None}
         annotation = kind if name in required else kind | None
         parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, **given))
-    lines = [_line(function.get("description", function["name"])), "", "Args:"]
+    lines = [_single_line(function.get("description", function["name"])), "", "Args:"]
     lines += [f"    {name}: {_described(properties[name], name)}" for name in properties]
     lines += ["", "Returns:", "    The tool's reply."]
     call.__name__ = call.__qualname__ = function["name"]
@@ -166,13 +166,13 @@ def _method(function: Mapping[str, Any]) -> Callable[..., str]:
     return call
 
 
-def _line(text: str) -> str:
+def _single_line(text: str) -> str:
     return " ".join(text.split())
 
 
 def _described(schema: Mapping[str, Any], name: str) -> str:
     choices = f" (choices: {json.dumps(schema['enum'])})" if "enum" in schema else ""
-    return _line(schema.get("description") or name) + choices
+    return _single_line(schema.get("description") or name) + choices
 
 
 class RolloutFunc:

@@ -174,7 +174,9 @@ class _Loaded:
             )
         if data.prompt is None:
             raise TaskError(f"the task {data.idx} of {self.name} has no prompt, because a user opens the conversation")
-        prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else _plain(data.prompt)
+        prompt = (
+            [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else _text_messages(data.prompt)
+        )
         if data.system_prompt is not None:
             prompt.insert(0, {"role": "system", "content": data.system_prompt})
         number = data.id or data.name or str(data.idx)
@@ -328,7 +330,7 @@ def _limits(data: Any) -> Limits:
     )
 
 
-def _plain(messages: Sequence[Any]) -> list[Message]:
+def _text_messages(messages: Sequence[Any]) -> list[Message]:
     """Return the messages of a prompt in OpenAI's format. Raises `TaskError` for anything but text."""
     found = []
     for each in messages:

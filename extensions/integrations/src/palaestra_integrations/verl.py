@@ -85,10 +85,10 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         key, loop = json.dumps([self._env, self._settings], sort_keys=True, default=str), asyncio.get_running_loop()
         known = self._sessions.get(key)
         if known is None or known[0] is not loop:
-            known = self._sessions[key] = loop, asyncio.ensure_future(self._start())
+            known = self._sessions[key] = loop, asyncio.ensure_future(self._open_session())
         return await asyncio.shield(known[1])
 
-    async def _start(self) -> Session:
+    async def _open_session(self) -> Session:
         names = self._settings.keys() & APIServerConfig.model_fields.keys()
         config = APIServerConfig(model_name="verl", **{name: self._settings[name] for name in names})
         settings = {name: value for name, value in self._settings.items() if name not in names}

@@ -58,18 +58,18 @@ class JsonServer:
 
     async def get(self, path: str, query: Mapping[str, str]) -> JSON:
         """Send a GET request and return the JSON reply. Raises as `post` does."""
-        return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
+        return await self._request_json("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
         """Send a POST request and return the JSON reply. Raises `ToolMistake` if the server refuses the request, and
         `ToolUnavailable` for any other failure."""
-        return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
+        return await self._request_json("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
         """Send a POST request and return the unparsed reply. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
-    async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
+    async def _request_json(self, method: str, url: URL, body: bytes | None) -> JSON:
         told = await self._ask_for_bytes(method, url, body)
         try:
             return msgspec.json.decode(told)

@@ -27,7 +27,7 @@ def unavailable(
     )
 
 
-def _texts(description: str) -> dict[str, JSON]:
+def _string_array(description: str) -> dict[str, JSON]:
     return {"type": "array", "items": {"type": "string"}, "description": description}
 
 
@@ -45,7 +45,7 @@ CRONJOB = unavailable("cronjob", "only palaestra gateway runs prompts at set tim
         "name": text("A human-readable name."),
         "repeat": integer("Number of runs. Default: no limit.", minimum=1),
         "deliver": text("Where to send the answer: local, origin, or platform:chat."),
-        "skills": _texts("Skills to load before running the prompt."),
+        "skills": _string_array("Skills to load before running the prompt."),
     }, ("action",)),
 })
 

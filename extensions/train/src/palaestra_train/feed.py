@@ -105,7 +105,9 @@ class Serving:
         rollout is too long for the trainer."""
         sent = fitting(group, most_tokens)
         if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
-            self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")
+            self._count_unsent(
+                EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)"
+            )
             return None
         line = scored_data(
             sent,
@@ -116,14 +118,14 @@ class Serving:
         said = [each for each in group.scored if each.row_sizes and not each.unsaid]
         if line is None and said:
             shortest = min(map(longest_row, said))
-            self._leave(
+            self._count_unsent(
                 TOO_LONG,
                 f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens, but the trainer "
                 f"accepts {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or raise the trainer's limit",
             )
         return line
 
-    def _leave(self, why: str, told: str) -> None:
+    def _count_unsent(self, why: str, told: str) -> None:
         """Count a group that is not sent. The first group for each reason is reported, because a trainer may be waiting
         for it."""
         self._unsent[why] += 1

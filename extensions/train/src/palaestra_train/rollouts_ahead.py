@@ -38,7 +38,7 @@ class RolloutsAhead:
     async def opened(self, drawn: Iterable[Drawn]) -> AsyncIterator[None]:
         """Roll out the groups `drawn` by an earlier process, and then new ones, until the block ends."""
         for number, task in drawn:
-            self._start(number, task)
+            self._start_rollout(number, task)
         self._fill()
         try:
             yield
@@ -74,8 +74,8 @@ class RolloutsAhead:
 
     def _fill(self) -> None:
         while len(self._running) + self._held < self._most:
-            self._start(*self._draw())
+            self._start_rollout(*self._draw())
 
-    def _start(self, number: int, task: Task) -> None:
+    def _start_rollout(self, number: int, task: Task) -> None:
         self._tasks[number] = task
         self._running[number] = asyncio.ensure_future(self._roll_out(number, task))

@@ -228,7 +228,7 @@ class TinkerTrainer:
         # these weights comes from the pass that compares the numbers, and a second pass corrects the other tokens.
         at_once = self._local is not None and config.loss_name == "importance_sampling" and not config.kl_weight
         given = [_coefficients(row, sum(each.sampled for each in rows)) for row in rows]
-        own = await self._own(rows, given if at_once else None)
+        own = await self._completion_logprobs(rows, given if at_once else None)
         weighed = weigh(rows, own)
         count, numbers = sum(row.sampled for row in weighed), dict[str, float]()
         if at_once:
@@ -254,7 +254,7 @@ class TinkerTrainer:
         used = {name: found for name, found in (stepped.metrics or {}).items() if name == "memory_gib"}
         return {"loss": loss, "learning_rate": rate, **numbers, **used}
 
-    async def _own(
+    async def _completion_logprobs(
         self, rows: Sequence[TrainedRow], coefficients: Sequence[Sequence[float]] | None
     ) -> list[list[float]]:
         """Return the trainer's log-probabilities of the completions. If there are `coefficients`, the gradient of the

@@ -129,7 +129,7 @@ class Training:
             runner.hand_on_finished()  # those drawn ahead by an earlier process, which no step took
         state = self._state
         if self._files.latest() != state:
-            await self._save()
+            await self._save_checkpoint()
         self.result = TrainingResult(
             steps=state.step,
             reason=reason,
@@ -177,7 +177,7 @@ class Training:
             due = config.eval_every and done >= 0 and (done % config.eval_every == 0 or state.step == config.last_step)
             better = await self._evaluate(state.step) if due else False
             if better or state.step % config.save_every == 0:
-                await self._save()
+                await self._save_checkpoint()
             if due and config.target is not None and self._evaluations[-1] >= config.target:
                 raise _Done(f"the evaluation reached {config.target:g}")
             if config.patience is not None and state.worse >= config.patience:
@@ -206,7 +206,7 @@ class Training:
         state.step += 1
         self._losses.append(learned.nats)
         counts = {"rows": len(rows), "trained_tokens": sum(row.sampled for row in rows)}
-        self._report(WARM_START, {**counts, "train_s": time.monotonic() - began, **numbers})
+        self._report_metrics(WARM_START, {**counts, "train_s": time.monotonic() - began, **numbers})
 
     def _check(self, numbers: Mapping[str, float]) -> None:
         """Raise `TrainerError` if a step has ruined the weights."""
@@ -237,7 +237,7 @@ class Training:
             self._ahead.release(len(groups.trained))
         ended = time.monotonic()
         self._rewards.append(statistics.fmean(batch.rewards))
-        self._report(
+        self._report_metrics(
             STEP,
             {
                 "reward": self._rewards[-1],
@@ -324,7 +324,7 @@ class Training:
         for group in groups:
             verdicts.add(group.scored)
         counts = {"rollouts": rollouts, "unscored_rollouts": rollouts - len(rewards)}
-        self._report(EVALUATION, {"reward": mean, **verdicts.numbers(), **counts})
+        self._report_metrics(EVALUATION, {"reward": mean, **verdicts.numbers(), **counts})
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
@@ -438,7 +438,7 @@ class Training:
         self._runner.run_context.events.note(f"continues after step {state.step}")
         return state
 
-    async def _save(self) -> None:
+    async def _save_checkpoint(self) -> None:
         if self._ahead is not None:
             self._state.pending = self._ahead.pending
         part = self._files.begin(self._state.step)
@@ -467,7 +467,7 @@ class Training:
             folder = weights_folder(checkpoint)
             self._runner.run_context.events.note(f"the weights of step {self._state.step} are in {folder}")
 
-    def _report(self, kind: str, numbers: Mapping[str, float]) -> None:
+    def _report_metrics(self, kind: str, numbers: Mapping[str, float]) -> None:
         """Write the metrics to the file of steps, the trackers and the console."""
         events, step = self._runner.run_context.events, self._state.step
         self._files.log(kind, step, numbers)

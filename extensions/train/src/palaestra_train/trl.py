@@ -286,7 +286,7 @@ class TrlTrainer:
                 return owner._weighed(super()._generate_and_score_completions(inputs))
 
             def compute_loss(self, model: Any, inputs: JSON, *args: Any, **options: Any) -> Any:
-                *parts, last = owner._parts(inputs)
+                *parts, last = owner._input_passes(inputs)
                 done = 0.0
                 for part in parts:
                     loss = super().compute_loss(model, part, *args, **options)
@@ -377,7 +377,7 @@ class TrlTrainer:
         complete."""
         trainer.model.eval()  # the model samples until the next rows arrive
         if self._pending is not None:
-            self._pending.done.set_result(_numbers(trainer))
+            self._pending.done.set_result(_step_metrics(trainer))
         if not self._ready.done():
             self._ready.set_result(None)
         self._pending = self._batches.get()
@@ -412,7 +412,7 @@ class TrlTrainer:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
 
-    def _parts(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _input_passes(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return TRL's inputs of a step split into passes, without rows of which no token is trained and without the
         padding that only other passes need."""
         prompts, completions = inputs["prompt_mask"], inputs["completion_mask"]
@@ -480,7 +480,7 @@ def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
     return list(advantage)
 
 
-def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
+def _step_metrics(trainer: GRPOTrainer) -> dict[str, float]:
     """Return the numbers that TRL logged for its last step, and the norm of the weights, which overflows if a step has
     ruined them."""
     import torch

@@ -67,9 +67,9 @@ async def test_one_pass_or_two_take_the_same_step(tmp_path: Path, kind: str) -> 
         return made[:1] + made[3:] if kind == "rows left out" else made
 
     async def learned(trainer: TinkerTrainer) -> tuple[list[list[float]], list[list[float]], float]:
-        before = await trainer._own(rows, None)
+        before = await trainer._completion_logprobs(rows, None)
         losses = [(await trainer.step(rows, str(number), weigh))["loss"] for number in (1, 2)]
-        return before, await trainer._own(rows, None), losses[0]
+        return before, await trainer._completion_logprobs(rows, None), losses[0]
 
     one = TinkerTrainer(served, config, local=tmp_path / "states", seed=3)
     await one.open()

@@ -222,7 +222,7 @@ class Driver:
         for work in (self._reading(worker), worker.sending()):
             worker.tasks.append(asyncio.create_task(self._until_lost(worker, work), name=f"node-{room.name[:8]}"))
         if self._run is not None and self._run.limits.reason:
-            worker.send(_stop(self._run.limits))
+            worker.send(_stop_order(self._run.limits))
         self._record(node)
         self.placement.add(room)
 
@@ -382,8 +382,8 @@ class Driver:
     async def _tell_stop(self, limits: RunLimits) -> None:
         await limits.stopped()
         for worker in self._workers.values():
-            worker.send(_stop(limits))
+            worker.send(_stop_order(limits))
 
 
-def _stop(limits: RunLimits) -> Stop:
+def _stop_order(limits: RunLimits) -> Stop:
     return Stop(limits.reason, limits.message, limits.spent)

@@ -199,10 +199,10 @@ class RemoteGroup:
             event = last = _decoders[kind].decode(entry.data)
             self.group.error, self.group.blame = last.error, last.blame
         else:
-            event = self._start(_started.decode(entry.data))
+            event = self._take_group(_started.decode(entry.data))
         return event if kind in self.heard else None
 
-    def _start(self, started: _Started) -> GroupStarted:
+    def _take_group(self, started: _Started) -> GroupStarted:
         for name in Group.__struct_fields__:
             if name != "trajectories":  # those of earlier parts of the run stay
                 value = getattr(started.group, name)

@@ -29,13 +29,13 @@ class DummyManagedServer(ChatServer):
     async def chat_completion(self, **request: JSON) -> ChatCompletion:
         reply = await self._server.chat_completion(**request)
         for choice in reply.choices:
-            self._add([*request["messages"], {"role": "assistant", "content": choice.message.content}])
+            self._add_sequence([*request["messages"], {"role": "assistant", "content": choice.message.content}])
         return reply
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
         reply = await self._server.completion(prompt=prompt, **request)
         for choice in reply.choices:
-            self._add([{"role": "user", "content": prompt}, {"role": "assistant", "content": choice.text}])
+            self._add_sequence([{"role": "user", "content": prompt}, {"role": "assistant", "content": choice.text}])
         return reply
 
     def get_state(self) -> dict[str, JSON]:
@@ -46,7 +46,7 @@ class DummyManagedServer(ChatServer):
         """Forget the nodes."""
         self._nodes.clear()
 
-    def _add(self, messages: Iterable[Message]) -> None:
+    def _add_sequence(self, messages: Iterable[Message]) -> None:
         said = list(messages)
         tokens = placeholder_tokens(said) or [0]
         text = "\n".join(str(message.get("content") or "") for message in said)

@@ -98,7 +98,7 @@ class ExecutorService:
         return self._in_flight
 
     @contextlib.contextmanager
-    def _call(self, trajectory_id: str) -> Iterator[None]:
+    def _counting_call(self, trajectory_id: str) -> Iterator[None]:
         """Count a call while the block runs. Raises `RequestRefused` while draining, and `StaleLease` for an expired
         trajectory."""
         if self._draining:
@@ -135,7 +135,7 @@ class ExecutorService:
 
     async def _execute(self, body: bytes) -> JSON:
         request = read(body, ToolExecutorExecuteRequest)
-        with self._call(request.trajectory_id):
+        with self._counting_call(request.trajectory_id):
             call = request.tool.to_tool_call()
             result = await self._executor.execute(request.trajectory_id, call, request.timeout_s)
         return ToolResultPayload.from_tool_result(result)
@@ -157,7 +157,7 @@ class ExecutorService:
 
         async def handle(body: bytes) -> JSON:
             request = read(body, model)
-            with self._call(request.trajectory_id):
+            with self._counting_call(request.trajectory_id):
                 try:
                     return await work(self._executor.slot_of(request.trajectory_id), request)
                 except InfraError:

@@ -163,13 +163,13 @@ class ToolSession:
         Mistakes and failures of a tool are replies. Raises `InfraError`, and `TaskError` if the task's image cannot be
         used.
         """
-        return self._loop.wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
+        return self._loop.wait(self._call_tool(name, arguments, task_id or DEFAULT_TASK))
 
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
         """Do what `handle` does, asynchronously. Cancelling the call kills the command."""
-        return await asyncio.wrap_future(self._loop.post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+        return await asyncio.wrap_future(self._loop.post(self._call_tool(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
@@ -238,7 +238,7 @@ class ToolSession:
         chosen = chosen_tools(self._registry.tools(), enabled, disabled)
         return [tool.schema.to_dict() for tool in chosen if tool.missing() is None and tool.name not in self._left_out]
 
-    async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
+    async def _call_tool(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
         name = self._registry.known_as(name)
         cwd = self._tasks.slots.directory(task_id)
         if cwd is not None and name == "terminal" and self._registry.get(name) is not None:

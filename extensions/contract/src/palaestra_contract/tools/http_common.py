@@ -57,7 +57,7 @@ def read(body: bytes, model: type[ModelT]) -> ModelT:
         raise RequestRefused(422, f"not a {model.__name__}: {'; '.join(problems)}") from None
 
 
-def _status(error: PalaestraError) -> int:
+def _http_status(error: PalaestraError) -> int:
     match error:
         case StaleLease():
             return 409
@@ -88,7 +88,7 @@ def _handler(handle: Handle) -> Callable[[web.Request], Awaitable[web.Response]]
         except RequestRefused as error:
             status, value = error.status, error.body
         except PalaestraError as error:
-            status, value = _status(error), {"detail": str(error), "error": type(error).__name__}
+            status, value = _http_status(error), {"detail": str(error), "error": type(error).__name__}
             headers = {"Retry-After": "1"} if status == 503 else {}
         except Exception as error:
             logger.exception("a request failed")

@@ -110,7 +110,7 @@ async def _start(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun)
         pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=PROMPTED), 0
     # The shell's first prompt ends the wait, so the reply shows it.
     await pane.terminal.command_ended(0, DEFAULT_MAX_WAIT_S)
-    return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
+    return _screen_reply(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 
 
 async def _send_keys(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -132,22 +132,22 @@ async def _send_keys(pane: RolloutPane, arguments: Mapping[str, JSON], run: Tool
     except BrokenPipeError:
         raise ToolMistake("The program in the terminal has ended; open a new terminal with start and reset") from None
     if not arguments.get("block"):
-        return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
+        return _screen_reply(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
     code = await terminal.command_ended(before, patience_s)
     shot = await terminal.capture(quiet_s=quiet_s, timeout_s=1.0)
     if code is not None:
-        return {**_shown(shot), "command_exit_code": code}
+        return {**_screen_reply(shot), "command_exit_code": code}
     late = {"still_running": f"The command has not ended within {patience_s:g}s."} if shot.running else {}
-    return {**_shown(shot), **late}
+    return {**_screen_reply(shot), **late}
 
 
 async def _capture(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     terminal = pane.open()
     shot = await terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=1.0)
     if not arguments.get("capture_entire"):
-        return _shown(shot)
+        return _screen_reply(shot)
     kept = await process_output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
-    return {**_shown(shot), "output": kept.text, "dropped_bytes": kept.start}
+    return {**_screen_reply(shot), "output": kept.text, "dropped_bytes": kept.start}
 
 
 async def _stream(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -167,7 +167,7 @@ async def _stop(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) 
     return {"output": "", "error": None}
 
 
-def _shown(shot: ScreenShot) -> dict[str, JSON]:
+def _screen_reply(shot: ScreenShot) -> dict[str, JSON]:
     reply: dict[str, JSON] = {"output": shot.text, "error": None, "cursor": list(shot.cursor), "running": shot.running}
     if not shot.running:
         reply["shell_exit_code"] = shot.exit_code

@@ -84,7 +84,9 @@ class ToolServerLink:
         try:
             return [ToolSchema.from_dict(each, external=True) for each in json.loads(body)["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ToolServerReplyError(f"tool server {self.url} did not send a list of tools: {_shown(body)}") from None
+            raise ToolServerReplyError(
+                f"tool server {self.url} did not send a list of tools: {_body_excerpt(body)}"
+            ) from None
 
     async def release(self, trajectory_id: str) -> None:
         """Report to the server that a trajectory has ended. Raises `ToolServerError`."""
@@ -103,7 +105,7 @@ class ToolServerLink:
             limit_s = clamp_timeout(asked if isinstance(asked, (int, float)) else run.timeout_s)
             if run.task_id:
                 run.state(_Used).by.add((self, run.task_id))
-            return await self._call(ToolCall(tool.name, dict(arguments)), run.task_id, limit_s)
+            return await self._execute_call(ToolCall(tool.name, dict(arguments)), run.task_id, limit_s)
 
         # A tool without `touches_world` may still remember earlier calls at the server.
         stateful = not tool.touches_world and not tool.parallel_safe
@@ -118,7 +120,7 @@ class ToolServerLink:
             world_key=tool.world_key,
         )
 
-    async def _call(self, call: ToolCall, trajectory_id: str, timeout_s: float) -> ToolReply:
+    async def _execute_call(self, call: ToolCall, trajectory_id: str, timeout_s: float) -> ToolReply:
         """Run one call at the server. Raises `ToolServerError`."""
         tool = ToolCallPayload.from_tool_call(call)
         request = ToolServerExecuteRequest(trajectory_id=trajectory_id or None, tool=tool, timeout_s=timeout_s)
@@ -127,8 +129,8 @@ class ToolServerLink:
             result = ToolServerResultPayload.model_validate_json(body)
         except ValidationError:
             raise ToolServerReplyError(
-                f"tool server {self.url} answered {call.name} with something other than a result: {_shown(body)}; "
-                "check that tool_server_url is the address of a `palaestra serve tools` server"
+                f"tool server {self.url} answered {call.name} with something other than a result: "
+                f"{_body_excerpt(body)}; check that tool_server_url is the address of a `palaestra serve tools` server"
             ) from None
         return result.reply if isinstance(result.reply, (str, dict)) else reply_of(result.to_tool_result())
 
@@ -216,9 +218,9 @@ def _detail(body: bytes) -> str:
     try:
         answer = json.loads(body)
     except ValueError:
-        return _shown(body)
-    return str(answer["detail"]) if isinstance(answer, dict) and "detail" in answer else _shown(body)
+        return _body_excerpt(body)
+    return str(answer["detail"]) if isinstance(answer, dict) and "detail" in answer else _body_excerpt(body)
 
 
-def _shown(body: bytes) -> str:
+def _body_excerpt(body: bytes) -> str:
     return repr(without_middle(body.decode(errors="replace"), _SHOWN_CHARS))

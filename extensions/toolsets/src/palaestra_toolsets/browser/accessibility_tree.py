@@ -134,14 +134,14 @@ def _element(line: str) -> PageElement:
     return PageElement(
         len(match["indent"]) // 2,
         match["role"],
-        _plain(name.replace("''", "'") if quote else name),
+        _unquoted(name.replace("''", "'") if quote else name),
         tuple(mark for mark in marks if not mark.startswith("ref=")),
-        _plain(match["text"] or ""),
+        _unquoted(match["text"] or ""),
         own,
     )
 
 
-def _plain(text: str) -> str:
+def _unquoted(text: str) -> str:
     """Return a quoted scalar without its quotes."""
     if len(text) > 1 and text[0] == text[-1] == '"':
         return re.sub(r"\\(.)", lambda found: {"n": " ", "t": " "}.get(found[1], found[1]), text[1:-1])

@@ -164,7 +164,7 @@ class BrowserSession:
         await self._open(run, settings)
         if self._tabs[-1] in self._broken or await self._hangs(self._tabs[-1]):
             await self._replace_broken()
-        response = await self._load(url, host, port, settings)
+        response = await self._open_page(url, host, port, settings)
         await self.settle()
         if response is None:
             return None
@@ -173,7 +173,7 @@ class BrowserSession:
             raise ToolMistake(f"{_led(url, self.page.url)} was not opened: {why}")
         return response.status
 
-    async def _load(self, url: str, host: str, port: int, settings: ToolsetSettings) -> Response | None:
+    async def _open_page(self, url: str, host: str, port: int, settings: ToolsetSettings) -> Response | None:
         """Open `url` and return the response. Return None if there is no response, or if a script of the page navigated
         elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s

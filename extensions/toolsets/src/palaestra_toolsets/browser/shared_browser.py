@@ -170,7 +170,7 @@ class SharedBrowser:
                 dead, self.running = self.running, None
                 await dead.aclose()
             if self.running is None:
-                self.running = await _started(settings)
+                self.running = await _launch_browser(settings)
             running = self.running
         making = asyncio.ensure_future(
             running.browser.new_context(
@@ -201,7 +201,7 @@ def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-async def _started(settings: ToolsetSettings) -> RunningBrowser:
+async def _launch_browser(settings: ToolsetSettings) -> RunningBrowser:
     from playwright.async_api import async_playwright
 
     reason = await asyncio.to_thread(chromium.problem, settings.browser_executable)

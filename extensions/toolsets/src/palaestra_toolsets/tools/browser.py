@@ -51,7 +51,7 @@ def browser_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
     return tuple(
         FunctionTool(
             ToolSchema(name, description, parameters, required, external=True),
-            partial(_run, action, settings),
+            partial(_run_action, action, settings),
             toolset="browser",
             touches_world=True,
             world_session="browser",
@@ -61,7 +61,9 @@ def browser_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
     )
 
 
-async def _run(action: _Action, settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _run_action(
+    action: _Action, settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun
+) -> ToolReply:
     session = run.state(BrowserSession)
     async with session.turn:
         await session.check()

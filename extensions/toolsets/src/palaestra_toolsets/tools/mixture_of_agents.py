@@ -38,7 +38,7 @@ def mixture_tool(settings: ToolsetSettings) -> Tool:
     """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
-        partial(_run, settings),
+        partial(_ask_models, settings),
         toolset="moa",
         parallel_safe=True,
         missing=lambda: mixture_problem(settings),
@@ -53,11 +53,11 @@ def mixture_problem(settings: ToolsetSettings) -> str | None:
     return None
 
 
-async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _ask_models(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     if (reason := mixture_problem(settings)) is not None:
         raise ToolMistake(reason)
     question = arguments["user_prompt"]
-    asked = [_ask(settings, model, [{"role": "user", "content": question}]) for model in settings.moa_models]
+    asked = [_ask_model(settings, model, [{"role": "user", "content": question}]) for model in settings.moa_models]
     replies = await asyncio.gather(*asked, return_exceptions=True)
     answers: list[str] = []
     failed: dict[str, str] = {}
@@ -75,11 +75,11 @@ async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: To
         {"role": "system", "content": _AGGREGATE},
         {"role": "user", "content": f"Question:\n{question}\n\n{numbered}"},
     ]
-    response = await _ask(settings, settings.moa_aggregator or settings.moa_models[0], messages)
+    response = await _ask_model(settings, settings.moa_aggregator or settings.moa_models[0], messages)
     return {"success": True, "response": response, "answers": len(answers), **({"failed": failed} if failed else {})}
 
 
-async def _ask(settings: ToolsetSettings, model: str, messages: list[JSON]) -> str:
+async def _ask_model(settings: ToolsetSettings, model: str, messages: list[JSON]) -> str:
     """Return the text of a model's answer. Raises `ToolMistake` if the server refuses the request, and
     `ToolUnavailable` for any other failure."""
     server = model_server(

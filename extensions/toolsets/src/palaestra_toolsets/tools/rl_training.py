@@ -118,9 +118,9 @@ def rl_tools(settings: ToolsetSettings, command: Sequence[str] = TRAIN) -> tuple
         "rl_select_environment": _select,
         "rl_get_current_config": _current_config,
         "rl_edit_config": _edit,
-        "rl_start_training": partial(_start, command),
+        "rl_start_training": partial(_start_training, command),
         "rl_check_status": _check_status,
-        "rl_stop_training": _stop,
+        "rl_stop_training": _stop_training,
         "rl_get_results": _results,
         "rl_list_runs": _list_runs,
         "rl_test_inference": _test_inference,
@@ -227,7 +227,7 @@ async def _edit(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: T
     return {"message": f"Updated {name} = {value}", "field": name, "value": value, "config": dict(setup.edits)}
 
 
-async def _start(
+async def _start_training(
     command: Sequence[str], settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun
 ) -> ToolReply:
     setup, folder = _selected(run), _folder(settings)
@@ -299,10 +299,10 @@ async def _check_status(settings: ToolsetSettings, arguments: Mapping[str, JSON]
         "metrics": _metrics(training),
         **_files(training),
     }
-    return reply | _reason(training, status)
+    return reply | _stop_message(training, status)
 
 
-def _reason(training: TrainingProcess, status: str) -> dict[str, JSON]:
+def _stop_message(training: TrainingProcess, status: str) -> dict[str, JSON]:
     """Return why a training run failed or stopped, as a message."""
     if status == FAILED:
         return {"message": f"The training run failed: {training.error()}"}
@@ -313,7 +313,7 @@ def _reason(training: TrainingProcess, status: str) -> dict[str, JSON]:
     return {}
 
 
-async def _stop(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _stop_training(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     training = _training(settings, arguments)
     if not training.alive() and (status := training.status()) != "stopped":
         return {
@@ -345,7 +345,7 @@ async def _results(settings: ToolsetSettings, arguments: Mapping[str, JSON], run
         "evaluations": [{"step": each["step"], "reward": each["reward"]} for each in lines if each["kind"] != "step"],
         "result": result.get("training"),
         "checkpoints": [str(path) for path in checkpoints],
-        **_reason(training, status),
+        **_stop_message(training, status),
     }
 
 

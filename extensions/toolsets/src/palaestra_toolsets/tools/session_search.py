@@ -162,10 +162,10 @@ async def run_session_search(settings: ToolsetSettings, arguments: Mapping[str, 
         raise ToolMistake("query is empty; give words to search for")
     roles = {role.strip() for role in arguments.get("role_filter", "").split(",") if role.strip()}
     found = await asyncio.to_thread(sessions.search, arguments["query"], roles, arguments.get("limit", 3))
-    return {"query": arguments["query"], "results": [_shown(each) for each in found], "count": len(found)}
+    return {"query": arguments["query"], "results": [_match_fields(each) for each in found], "count": len(found)}
 
 
-def _shown(match: SessionMatch) -> dict[str, JSON]:
+def _match_fields(match: SessionMatch) -> dict[str, JSON]:
     session = match.session
     started = datetime.fromtimestamp(session.started_at, UTC).isoformat(timespec="seconds")
     shown: dict[str, JSON] = {"session_id": session.session_id, "started_at": started}

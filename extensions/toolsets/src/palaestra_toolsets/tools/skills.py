@@ -131,7 +131,7 @@ class Skills:
         """Return the text of one file of the skill, and a list of all files of the skill."""
         skill = self.find(name)
         text = _read(skill.folder, file_path)
-        return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
+        return {"name": name, "file_path": file_path, "content": text, "files": _skill_files(skill.folder)}
 
     def create(self, name: str, content: str, category: str = "") -> None:
         """Write a new skill. Raises `ToolMistake` also if a skill with this name exists."""
@@ -248,7 +248,7 @@ def skills_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
             touches_world=True,
             world_session="skills",
         )
-        for schema, run in ((LIST, _list), (VIEW, _view), (MANAGE, _manage))
+        for schema, run in ((LIST, _list_skills), (VIEW, _view), (MANAGE, _manage))
     )
 
 
@@ -264,7 +264,7 @@ def _skills(settings: ToolsetSettings) -> Skills:
     return Skills(Path(settings.skills_dir).expanduser())
 
 
-async def _list(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _list_skills(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     wanted = arguments.get("category")
     skills = [skill for skill in await asyncio.to_thread(_skills(settings).all) if wanted in (None, "", skill.category)]
     shown = [{"name": each.name, "description": each.description, "category": each.category} for each in skills]
@@ -323,7 +323,7 @@ def _inside(folder: Path, file_path: str) -> Path:
 def _read(folder: Path, file_path: str) -> str:
     path = _inside(folder, file_path)
     if not path.is_file():
-        raise ToolMistake(f"The skill has no file {file_path!r}", files=_files(folder))
+        raise ToolMistake(f"The skill has no file {file_path!r}", files=_skill_files(folder))
     with path.open("rb") as file:
         # One byte more shows that the file is too long, even if it grows meanwhile.
         data = file.read(MAX_BYTES + 1)
@@ -342,7 +342,7 @@ def _write(folder: Path, file_path: str, text: str) -> None:
         file.write(data)
 
 
-def _files(folder: Path) -> list[str]:
+def _skill_files(folder: Path) -> list[str]:
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

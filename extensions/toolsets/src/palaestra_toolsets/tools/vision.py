@@ -66,7 +66,7 @@ def vision_tool(settings: ToolsetSettings) -> Tool:
     """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
-        partial(_run, settings),
+        partial(_look_at_image, settings),
         toolset="vision",
         parallel_safe=True,
         missing=lambda: vision_problem(settings),
@@ -109,7 +109,7 @@ async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[s
     return answer
 
 
-async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _look_at_image(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     image = await _image(settings, arguments["image_url"], run)
     return {"success": True, **await look(settings, image, arguments["question"])}
 

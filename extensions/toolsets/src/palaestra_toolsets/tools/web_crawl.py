@@ -78,12 +78,12 @@ def web_crawl_tool(settings: ToolsetSettings, time_s: float = TIME_S) -> Functio
                 await crawl.run(str(arguments["url"]))
         except TimeoutError:
             over = True
-        return _reply(crawl, time_s if over else None)
+        return _crawl_reply(crawl, time_s if over else None)
 
     return FunctionTool(SCHEMA, run, "web_crawl", parallel_safe=True, missing=missing, touches_world=True)
 
 
-def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
+def _crawl_reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
     """Return the reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran
     out."""
     results = [shown(page, 0, PAGE_CHARS, "read the whole page with web_extract") for page in crawl.pages]
@@ -172,7 +172,7 @@ class _Crawl:
             async with self._fetcher.lane:
                 fetched = await fetch(url, self._fetcher.policy)
                 self._stay(URL(fetched.url))
-                place = _plain(URL(fetched.url))
+                place = _without_fragment(URL(fetched.url))
                 return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
         except PageUnreadable as why:
             return _Visit(WebPage(url, error=str(why)), place)
@@ -223,13 +223,13 @@ def _links(fetched: Fetched) -> list[tuple[str, str]]:
         try:
             url = URL(fetched.url).join(URL(element.get("href").strip()))
             if url.scheme in ("http", "https") and url.host:
-                found.setdefault(_plain(url), " ".join(element.text_content().split()))
+                found.setdefault(_without_fragment(url), " ".join(element.text_content().split()))
         except ValueError:
             continue
     return list(found.items())
 
 
-def _plain(url: URL) -> str:
+def _without_fragment(url: URL) -> str:
     return str(url.with_fragment(None))
 
 

@@ -49,7 +49,7 @@ async def fetch(
     """Fetch the document at the address, after redirects. Raises `PageUnreadable`."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _follow(_checked(url), policy, max_bytes)
+            return await _follow_redirects(_checked(url), policy, max_bytes)
     except TimeoutError:
         raise PageUnreadable(f"no answer within {timeout_s:g} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -77,7 +77,7 @@ async def screen(url: str, policy: AddressPolicy) -> None:
         raise PageUnreadable(f"no such host: {parsed.host}") from None
 
 
-async def _follow(url: URL, policy: AddressPolicy, max_bytes: int) -> Fetched:
+async def _follow_redirects(url: URL, policy: AddressPolicy, max_bytes: int) -> Fetched:
     connector = aiohttp.TCPConnector(socket_factory=policy.socket, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(

@@ -45,9 +45,9 @@ class Fetcher:
     lane: asyncio.Semaphore
 
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
-        return await asyncio.gather(*(self._page(url) for url in urls))
+        return await asyncio.gather(*(self._fetch_page(url) for url in urls))
 
-    async def _page(self, url: str) -> WebPage:
+    async def _fetch_page(self, url: str) -> WebPage:
         try:
             async with self.lane:
                 return await as_text(url, await fetch(url, self.policy))

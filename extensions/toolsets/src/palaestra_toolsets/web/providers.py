@@ -143,13 +143,13 @@ class Firecrawl(_Provider):
         return self.results(reply, ("data", "web"), "url", "description", "snippet")
 
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
-        pages = await asyncio.gather(*(self._page(url) for url in urls), return_exceptions=True)
+        pages = await asyncio.gather(*(self._scrape_page(url) for url in urls), return_exceptions=True)
         for page in pages:
             if isinstance(page, BaseException):  # raised only after all requests have ended
                 raise page
         return [page for page in pages if isinstance(page, WebPage)]
 
-    async def _page(self, url: str) -> WebPage:
+    async def _scrape_page(self, url: str) -> WebPage:
         try:
             reply = await self.server.post("/v2/scrape", {"url": url, "formats": ["markdown"]})
         except ToolMistake as refused:  # only this address failed
@@ -257,17 +257,17 @@ def choose_reader(settings: ToolsetSettings) -> ProviderChoice:
 
 def searcher(name: str, settings: ToolsetSettings) -> Searcher:
     """Return the search provider with this name, whose requirements must be met."""
-    made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _made(name, settings)
+    made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _provider(name, settings)
     return made
 
 
 def reader(name: str, settings: ToolsetSettings) -> PageReader:
     """Return the page provider with this name, whose requirements must be met; `fetch` is not a provider."""
-    made: PageReader = _made(name, settings)
+    made: PageReader = _provider(name, settings)
     return made
 
 
-def _made(name: str, settings: ToolsetSettings) -> Any:  # each class is a Searcher, a PageReader or both
+def _provider(name: str, settings: ToolsetSettings) -> Any:  # each class is a Searcher, a PageReader or both
     made, base_url, headers = _APIS[name]
     server = JsonServer(
         name=name,

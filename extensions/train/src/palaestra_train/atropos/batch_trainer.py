@@ -84,7 +84,7 @@ class BatchTrainer:
                 part = self._files.begin(state.step)
                 await self.trainer.save(part)
                 await asyncio.to_thread(self._files.commit, part, state, self.config.keep)
-                self._forget(state.step)
+                self._remove_batches(state.step)
         return state
 
     async def _register(self, step: int) -> None:
@@ -150,7 +150,7 @@ class BatchTrainer:
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{path} cannot be read: {error}. Remove it to train on the next batch instead") from None
 
-    def _forget(self, step: int) -> None:
+    def _remove_batches(self, step: int) -> None:
         for path in self._batches.glob("*.json"):
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)

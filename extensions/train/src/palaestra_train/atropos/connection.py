@@ -320,10 +320,10 @@ class TrainerConnection:
             elif status is not None and self.current is standing:
                 if not standing.keeps:
                     self._unsaved.heard(status.self_queue_size, asked)
-                await self._update(standing, status)
+                await self._update_standing(standing, status)
             return self.current is standing
 
-    async def _update(self, standing: Standing, status: EnvStatus) -> None:
+    async def _update_standing(self, standing: Standing, status: EnvStatus) -> None:
         async with self.changed:
             standing.step = status.current_step
             standing.weight = status.env_weight

@@ -103,9 +103,9 @@ class Exchange:
     def __init__(self, *, most_groups: int = 10_000, most_bytes: int = 2 << 30) -> None:
         self.most_groups = most_groups
         self.most_bytes = most_bytes
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.trainer: Registration | None = None
         self.started = False
         self.step = 0
@@ -135,7 +135,7 @@ class Exchange:
             case BatchTaken(serials=serials):
                 self._take(set(serials))
             case DataReset():
-                self._forget()
+                self._reset()
 
     def _take(self, serials: set[int]) -> None:
         """Remove groups. Groups are in a buffer only if the store was written by a version that combined short groups

@@ -115,7 +115,7 @@ class Feed:
             self._tasks.create_task(self._done(sent=False))
             return
         self._unsent += 1
-        self._tasks.create_task(self._deliver(delivery_id, line), name=f"deliver-{delivery_id}")
+        self._tasks.create_task(self._deliver_line(delivery_id, line), name=f"deliver-{delivery_id}")
 
     async def drained(self) -> None:
         """Wait until the server has accepted or refused each offered group. Raises `TrainerRefused` if it refused
@@ -138,7 +138,7 @@ class Feed:
                 standing.starving = False  # until the server reports it again, with this group counted
             self.connection.changed.notify_all()
 
-    async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:
+    async def _deliver_line(self, delivery_id: str, line: dict[str, JSON]) -> None:
         keeps = (await self.connection.standing()).keeps
         async with self._sending if keeps else self._one_by_one:
             sent = await self._send(delivery_id, line)
@@ -228,7 +228,7 @@ class Feed:
         for each in again:
             self._out += 1
             self._unsent += 1
-            self._tasks.create_task(self._deliver(each.delivery_id, each.line), name=f"again-{each.delivery_id}")
+            self._tasks.create_task(self._deliver_line(each.delivery_id, each.line), name=f"again-{each.delivery_id}")
 
 
 @asynccontextmanager

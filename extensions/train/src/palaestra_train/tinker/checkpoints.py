@@ -102,7 +102,7 @@ class CheckpointFolder:
     ) -> Checkpoint:
         """Write the weights and, if `optimizer` is true, AdamW's state. Raises `UserError` if the name is taken and
         `overwrite` is false."""
-        file = self._file(place)
+        file = self._checkpoint_file(place)
         former = self._read(file)
         if former is not None and not overwrite:
             raise UserError(f"The checkpoint {former.path} exists: choose a different name, or pass overwrite=True.")
@@ -138,7 +138,7 @@ class CheckpointFolder:
 
     def find(self, path: str) -> Checkpoint:
         """Return the checkpoint at a `tinker://` path. Raises `UserError` if there is none."""
-        found = self._read(self._file(CheckpointPath.read(path)))
+        found = self._read(self._checkpoint_file(CheckpointPath.read(path)))
         if found is None:
             raise UserError(f"There is no checkpoint {path}: it was never saved here, or it expired or was deleted.")
         return found
@@ -152,7 +152,10 @@ class CheckpointFolder:
                 f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}', whose weights differ "
                 f"from those of this server's model '{base.name}'."
             )
-        folder = self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
+        folder = (
+            self._checkpoint_file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent
+            / checkpoint.folder
+        )
         if optimizer and checkpoint.kind != "weights":
             raise UserError(f"{checkpoint.path} has only sampler weights, without the optimizer's state.")
         model = TrainedModel(base, checkpoint.lora)
@@ -172,12 +175,15 @@ class CheckpointFolder:
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
         """Return the folder that holds a checkpoint's tensors."""
-        return self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
+        return (
+            self._checkpoint_file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent
+            / checkpoint.folder
+        )
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint. Raises `UserError` if there is no such checkpoint."""
         found = self.find(path)
-        file = self._file(CheckpointPath.read(path))
+        file = self._checkpoint_file(CheckpointPath.read(path))
         with writing(file):
             file.unlink()
             _sync(file.parent)
@@ -186,7 +192,7 @@ class CheckpointFolder:
     def set_expiry(self, path: str, ttl_s: float | None) -> None:
         found = self.find(path)
         found.expires_s = _expiry(ttl_s)
-        with writing(self.folder), replaced(self._file(CheckpointPath.read(path))) as out:
+        with writing(self.folder), replaced(self._checkpoint_file(CheckpointPath.read(path))) as out:
             out.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
     def all(self) -> list[Checkpoint]:
@@ -213,7 +219,7 @@ class CheckpointFolder:
         """Return whether a link leads a path of this folder to another place."""
         return path.resolve() != self.folder.resolve() / path.relative_to(self.folder)
 
-    def _file(self, place: CheckpointPath) -> Path:
+    def _checkpoint_file(self, place: CheckpointPath) -> Path:
         return self.folder / place.run / place.kind / f"{checked_name(place.name)}.json"
 
     def _read(self, file: Path, *, expired: bool = False) -> Checkpoint | None:

@@ -138,7 +138,7 @@ class BaseModel:
         config = self.module.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.window = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
-        self.digest = _digest(self.module)
+        self.digest = _weights_digest(self.module)
         self.output = OutputLayer(self.module)
         self._memory = PassMemory.of(self.module, pass_memory)
         self._merged: tuple[PreTrainedModel, PreTrainedModel] | None = None
@@ -464,7 +464,7 @@ def loadable_name(source: str) -> str:
     return f"{source}/" if source.startswith("/") and source.count("/") == 2 else source
 
 
-def _digest(module: PreTrainedModel) -> str:
+def _weights_digest(module: PreTrainedModel) -> str:
     """Return a digest of the first numbers of each tensor, which distinguishes checkpoints of this model from
     checkpoints of other models."""
     seen = hashlib.sha256()

@@ -122,7 +122,7 @@ class TinkerServer:
         try:
             self.service.sessions.find(asked.session_id)
         except NotFound as error:
-            return _error(410, error)  # the SDK then stops its heartbeat
+            return _error_response(410, error)  # the SDK then stops its heartbeat
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request) -> web.Response:
@@ -289,24 +289,24 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except UserError as error:
-        return _error(400, error)
+        return _error_response(400, error)
     except pydantic.ValidationError as error:
-        return _error(422, _wrong(error))
+        return _error_response(422, _wrong(error))
     except NotFound as error:
-        return _error(404, error)
+        return _error_response(404, error)
     except Busy as error:
-        return _error(429, f"The server is busy: {error}.", {"Retry-After": "1"})
+        return _error_response(429, f"The server is busy: {error}.", {"Retry-After": "1"})
     except DiskError as error:
-        return _error(507, error)
+        return _error_response(507, error)
     except web.HTTPException as error:
-        return _error(error.status, error.reason)
+        return _error_response(error.status, error.reason)
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
         # After a status of 500, the SDK would request the result again immediately and forever.
-        return _error(422, f"The server failed: {type(error).__name__}: {error}")
+        return _error_response(422, f"The server failed: {type(error).__name__}: {error}")
 
 
-def _error(status: int, detail: object, headers: Mapping[str, str] | None = None) -> web.Response:
+def _error_response(status: int, detail: object, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.json_response({"detail": str(detail)}, status=status, headers=headers)
 
 

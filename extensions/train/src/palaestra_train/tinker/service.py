@@ -149,7 +149,7 @@ class TinkerService:
 
     def create_model(self, request: types.CreateModelRequest) -> PendingRequest:
         model_id = f"{self.sessions.find(request.session_id).session_id}:train:{request.model_seq_id}"
-        return self._create(
+        return self._create_model(
             model_id, request.session_id, request.user_metadata, "create_model", lambda: self._new(request)
         )
 
@@ -176,9 +176,9 @@ class TinkerService:
             found = self.checkpoints.find(request.path)
             return self.checkpoints.load(found, self.base, optimizer=request.optimizer), found.path
 
-        return self._create(model_id, request.session_id, request.user_metadata, "load_weights", make)
+        return self._create_model(model_id, request.session_id, request.user_metadata, "load_weights", make)
 
-    def _create(
+    def _create_model(
         self,
         model_id: str,
         session_id: str,

@@ -92,13 +92,13 @@ def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]
     found = []
     for index, datum in enumerate(batch.data):
         try:
-            found.append(_row(datum, batch.loss, base, recorded))
+            found.append(_row_of_datum(datum, batch.loss, base, recorded))
         except UserError as error:
             raise UserError(f"Datum {index}: {error}") from None
     return found
 
 
-def _row(datum: Any, loss: str, base: BaseModel, recorded: Callable[[str], Recorded]) -> Row:
+def _row_of_datum(datum: Any, loss: str, base: BaseModel, recorded: Callable[[str], Recorded]) -> Row:
     kind = LOSSES[loss]
     ids = [number for chunk in datum.model_input for number in _chunk(chunk)]
     if not ids:
