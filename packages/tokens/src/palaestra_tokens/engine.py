@@ -35,7 +35,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     def model_dump(self) -> dict[str, JSON]:
         """Return plain dicts and lists; the method has the same name as in vendor clients."""
-        return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
+        return {name: _as_builtins(getattr(self, name)) for name in self.__struct_fields__}
 
 
 class OpenRecord(Record):
@@ -49,11 +49,11 @@ class OpenRecord(Record):
         return {**(dumped.pop("extra") or {}), **dumped}
 
 
-def _plain(value: JSON) -> JSON:
+def _as_builtins(value: JSON) -> JSON:
     if isinstance(value, Record):
         return value.model_dump()
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_as_builtins(each) for each in value]
     return value if value is msgspec.UNSET else msgspec.to_builtins(value)
 
 

@@ -237,7 +237,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     written = {}
     # Some parsers read plain words and fail on quotes, line ends or other scripts.
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
-        text = _written(renderer, template, tokenizer, arguments)
+        text = _rendered_call(renderer, template, tokenizer, arguments)
         if text is None:
             return not_applicable(
                 ROUND_TRIP,
@@ -264,7 +264,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     )
 
 
-def _written(
+def _rendered_call(
     renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, arguments: dict[str, JSON]
 ) -> str | None:
     """Return a call as the template writes it, up to the token that ends the turn, or None if the template does not
@@ -302,7 +302,7 @@ _ONLY_CHATS = (
 )
 
 
-def _prompt(tokenizer: Tokenizer | None) -> Sequence[int]:
+def _probe_prompt(tokenizer: Tokenizer | None) -> Sequence[int]:
     return tokenizer.encode("Say a word.", add_special_tokens=False) if tokenizer else _FALLBACK_PROMPT
 
 
@@ -353,7 +353,7 @@ class _Examination:
         engine = OpenAIEngine(self._config("openai", self.target.model or "default"))
         try:
             models = await self._reach(engine)
-            kind = self.target.server_type or await self._kind(engine, models)
+            kind = self.target.server_type or await self._detect_server(engine, models)
             self.found.model = self.target.model or (models[0].id if models else "default")
             exact = kind in ("vllm", "sglang")
             # Only exact tokens are worth a look at the hub, which the user did not name.
@@ -382,7 +382,7 @@ class _Examination:
         self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
         return models
 
-    async def _kind(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
+    async def _detect_server(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
         """Detect the kind of server from its list of models, or else by requesting a path that only one kind serves."""
         kind = server_kind(models)
         if kind != "other":
@@ -426,7 +426,7 @@ class _Examination:
             if any(check.state is CheckState.FAILED for check in self.found.checks if check.name in SAMPLING):
                 self.found.skip([DISTRIBUTION], "see the failed check")
             else:
-                self.found.checks.append(await distribution_check(engine, bare, _prompt(tokenizer)))
+                self.found.checks.append(await distribution_check(engine, bare, _probe_prompt(tokenizer)))
             self._writing(tokenizer)
             await self._agreement(engine, tokenizer)
         finally:
@@ -434,7 +434,7 @@ class _Examination:
             await bare.aclose()
 
     async def _tokens(self, engine: TokenEngine, tokenizer: Tokenizer | None) -> None:
-        async for check in token_checks(engine, _prompt(tokenizer)):
+        async for check in token_checks(engine, _probe_prompt(tokenizer)):
             self.found.checks.append(check)
 
     def _writing(self, tokenizer: Tokenizer | None) -> None:

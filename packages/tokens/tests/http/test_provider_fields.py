@@ -70,7 +70,7 @@ class Choosing(LoopbackServer):
         self.choose = choose
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        return await self._reply(request, self.choose(self.seen[-1].body))
+        return await self._send_answer(request, self.choose(self.seen[-1].body))
 
 
 HI: list[Message] = [{"role": "user", "content": "hi"}]

@@ -87,7 +87,7 @@ class Batcher:
         self._rows: list[_Request] = []
         self._closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_batches, name=name, daemon=True)
 
     def start(self) -> Future[None]:
         """Start the thread. The returned future completes when the model is loaded, or fails with the error."""
@@ -137,7 +137,7 @@ class Batcher:
 
     # In the thread
 
-    def _run(self) -> None:
+    def _run_batches(self) -> None:
         try:
             decoder = self._make()
         except BaseException as error:  # whoever waits for `ready` gets every kind of error
@@ -175,7 +175,7 @@ class Batcher:
 
     def _admit(self, decoder: TorchDecoder) -> None:
         """Move waiting requests into the batch as far as there is room."""
-        self._leave(decoder)
+        self._remove_ended_rows(decoder)
         room = self._most_rows - len(self._rows)
         waiting = [request for request in self._waiting if not request.answer.cancelled()]
         coming, self._waiting = waiting[:room], waiting[room:]
@@ -184,7 +184,7 @@ class Batcher:
             self.most_at_once = max(self.most_at_once, len(self._rows))
             decoder.admit([request.prompt for request in coming], [request.sampling for request in coming])
 
-    def _leave(self, decoder: TorchDecoder) -> None:
+    def _remove_ended_rows(self, decoder: TorchDecoder) -> None:
         """Remove rows whose request was cancelled or answered."""
         staying = [row for row, request in enumerate(self._rows) if not request.answer.done()]
         if len(staying) < len(self._rows):
@@ -201,7 +201,7 @@ class Batcher:
         # client resumes them with their tokens so far.
         for request in self._rows:
             request.finish("abort", self.version)
-        self._leave(decoder)
+        self._remove_ended_rows(decoder)
         try:
             message.load(decoder)
         except Exception as error:

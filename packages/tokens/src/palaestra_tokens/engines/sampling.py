@@ -58,9 +58,9 @@ class Sampling:
             raise _refused("logprobs_mode", mode, "raw_logprobs or processed_logprobs")
         read = cls(
             max_tokens=max_tokens,
-            temperature=_number("temperature", left.pop("temperature", 1.0), 0.0, 100.0),
-            top_p=_number("top_p", left.pop("top_p", 1.0), 1e-6, 1.0),
-            top_k=max(0, int(_number("top_k", left.pop("top_k", 0), -1, 1e9))),
+            temperature=_number_in_range("temperature", left.pop("temperature", 1.0), 0.0, 100.0),
+            top_p=_number_in_range("top_p", left.pop("top_p", 1.0), 1e-6, 1.0),
+            top_k=max(0, int(_number_in_range("top_k", left.pop("top_k", 0), -1, 1e9))),
             seed=left.pop("seed", None),
             stop_ids=frozenset(own) | frozenset(left.pop("stop_token_ids", ())),
             processed_logprobs=mode == "processed_logprobs",
@@ -82,7 +82,7 @@ class Sampling:
         return replace(self, seed=seed)
 
 
-def _number(name: str, value: JSON, least: float, most: float) -> float:
+def _number_in_range(name: str, value: JSON, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise _refused(name, value, f"a number from {least:g} to {most:g}")
     return value

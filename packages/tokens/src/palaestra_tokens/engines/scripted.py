@@ -105,7 +105,7 @@ def _assistant_messages(messages: Sequence[Message]) -> int:
     return sum(message.get("role") == "assistant" for message in messages)
 
 
-def _task(context: SessionContext, policy: str) -> Task:
+def _task_of_rollout(context: SessionContext, policy: str) -> Task:
     if context.task is None:
         raise TaskError(
             f"Policy '{policy}' plays the task of a rollout, but this model call does not belong to a rollout. "
@@ -131,7 +131,7 @@ class OraclePolicy(Policy):
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         """Return the next step. Raises `TaskError` for a task without a solution."""
-        task = _task(context, "oracle")
+        task = _task_of_rollout(context, "oracle")
         if task.solution is None and not self.number and not self.wrong:
             raise TaskError(
                 f"Task '{task.id}' has no reference solution for the oracle to play. "
@@ -147,7 +147,7 @@ class OraclePolicy(Policy):
         return [ToolStep(COMMANDS, {"command": step}) if isinstance(step, str) else step]
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
-        steps = solution_steps(_task(context, "oracle"), self.number, wrong=self.wrong)
+        steps = solution_steps(_task_of_rollout(context, "oracle"), self.number, wrong=self.wrong)
         return turns_taken(context, messages) >= len(steps)
 
 
@@ -186,7 +186,7 @@ class PatchPolicy(Policy):
         reply = json.loads(str(next(results)["content"]))
         if reply.get("exit_code") != 0:
             problem = reply.get("output") or reply.get("error")
-            raise TaskError(f"{self._path} does not apply to task '{_task(context, 'patch').id}': {problem}")
+            raise TaskError(f"{self._path} does not apply to task '{_task_of_rollout(context, 'patch').id}': {problem}")
         return APPLIED
 
 
@@ -209,7 +209,7 @@ class ReplayPolicy(Policy):
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         """Return the next recorded message. Raises `TaskError` if there is no recording of this task and index, and
         `EngineUnavailable` if the recording ends before the conversation, as when the recorded run lost its server."""
-        task = _task(context, "replay")
+        task = _task_of_rollout(context, "replay")
         turns = self._turns.get((task.id, context.index))
         if turns is None:
             raise TaskError(
@@ -225,7 +225,9 @@ class ReplayPolicy(Policy):
         return turns[turn]
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
-        return _assistant_messages(messages) >= len(self._turns.get((_task(context, "replay").id, context.index), ()))
+        return _assistant_messages(messages) >= len(
+            self._turns.get((_task_of_rollout(context, "replay").id, context.index), ())
+        )
 
 
 def _is_export(path: Path) -> bool:
@@ -435,11 +437,11 @@ def _said(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[Ass
         return act.message, act.finish_reason or ("tool_calls" if act.message.tool_calls else "stop")
     if isinstance(act, str):
         return AssistantMessage(content=act), "stop"
-    calls = [_call(step, f"call_{turn}_{index}") for index, step in enumerate(act)]
+    calls = [_tool_call(step, f"call_{turn}_{index}") for index, step in enumerate(act)]
     return AssistantMessage(tool_calls=calls), "tool_calls"
 
 
-def _call(step: ToolStep, call_id: str) -> ToolCallMessage:
+def _tool_call(step: ToolStep, call_id: str) -> ToolCallMessage:
     arguments = msgspec.json.encode(dict(step.arguments)).decode()
     return ToolCallMessage(id=call_id, function=FunctionCall(name=step.name, arguments=arguments))
 

@@ -235,7 +235,7 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     @asynccontextmanager
-    async def _update(self) -> AsyncIterator[None]:
+    async def _updating_weights(self) -> AsyncIterator[None]:
         """Mark the time in which this engine has paused the server to load weights."""
         self._samples.clear()
         try:
@@ -302,7 +302,7 @@ class TokenServer(TokenChat):
         except (EngineUnavailable, *NOT_JSON):
             return None
 
-    async def _continued(
+    async def _post_ids(
         self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, shape: type[T], on_ids: JSON = None
     ) -> Response:
         """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response, whose
@@ -370,7 +370,7 @@ class SGLangEngine(TokenServer):
         Source: SGLang's `PauseGenerationReqInput`, `UpdateWeightFromDiskReqInput` and `ContinueGenerationReqInput`
         (`sglang.srt.managers.io_struct`), and their routes in `sglang.srt.entrypoints.http_server`.
         """
-        async with self._update():
+        async with self._updating_weights():
             # Requests that arrive from here on wait, so no reply begins before the load and ends after it.
             await self._post("pause_generation", {"mode": "abort"})
             try:
@@ -391,7 +391,7 @@ class SGLangEngine(TokenServer):
     async def _sampled(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         url, lane, on_ids = self.root_url / "generate", sampling.get("split", "train"), sampling.get("on_ids")
         asked = _sglang_request(await self._complete_settings(len(input_ids), sampling))
-        response = await self._continued(url, "input_ids", input_ids, asked, lane, _SGLangReply, on_ids)
+        response = await self._post_ids(url, "input_ids", input_ids, asked, lane, _SGLangReply, on_ids)
         if not 200 <= response.status < 300:
             raise self.transport.refusal(url, response.status, response.body)
         reply: _SGLangReply = response.value
@@ -491,7 +491,7 @@ class VLLMEngine(TokenServer):
         `/update_weight_version` of vLLM 0.32 (docs/training/async_rl.md).
         """
         update = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        async with self._update():
+        async with self._updating_weights():
             await self._post("pause", {}, mode="abort")
             try:
                 await self._load_folder("collective_rpc", update, folder)
@@ -528,7 +528,7 @@ class VLLMEngine(TokenServer):
         }
         if on_ids is not None:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane, _VLLMReply, on_ids)
+        response = await self._post_ids(url, "prompt", input_ids, encode_json(body), lane, _VLLMReply, on_ids)
         # Concurrent first requests all get this answer; the first of them may have been read already.
         if response.status in (404, 405) and not self._stock and not _is_about_the_request(response.body):
             self._stock = False

@@ -58,16 +58,16 @@ def largest_limit(refusal: str) -> AllowedLimit | None:
     # First, because `_MOST` would read the window in a message such as TGI's as the limit of every reply.
     summed = _ALL_BUT.search(refusal)
     total, limit = (int(each.replace(",", "")) for each in summed.groups()) if summed else (0, 0)
-    if prompt := total - limit or _number(_PROMPT, refusal):
-        room = (_number(_PLUS, refusal) or window_tokens(refusal) or 0) - prompt - 1
+    if prompt := total - limit or _first_number(_PROMPT, refusal):
+        room = (_first_number(_PLUS, refusal) or window_tokens(refusal) or 0) - prompt - 1
         if _AT_LEAST.search(refusal):
             # vLLM stops counting where the limit no longer fits, so the prompt may be longer.
             room //= 2
         return AllowedLimit(room, False) if room > 0 else None
-    most = _number(_MOST, refusal)
+    most = _first_number(_MOST, refusal)
     return AllowedLimit(most, True) if most else None
 
 
-def _number(pattern: re.Pattern[str], text: str) -> int | None:
+def _first_number(pattern: re.Pattern[str], text: str) -> int | None:
     found = pattern.search(text)
     return int(next(each for each in found.groups() if each).replace(",", "")) if found else None

@@ -122,14 +122,14 @@ def _merge(whole: dict[str, JSON], piece: dict[str, JSON], *, block: bool = Fals
 def _with_blocks(blocks: list[JSON], pieces: list[JSON]) -> list[JSON]:
     """Return the blocks after these pieces: each continues a block or begins one."""
     for piece in pieces:
-        if (begun := _continued(blocks, piece)) is None:
+        if (begun := _continued_block(blocks, piece)) is None:
             blocks.append(deepcopy(piece))
         else:
             _merge(begun, piece, block=True)
     return blocks
 
 
-def _continued(blocks: list[JSON], piece: JSON) -> dict[str, JSON] | None:
+def _continued_block(blocks: list[JSON], piece: JSON) -> dict[str, JSON] | None:
     """Return the block that a piece continues: the one with its `index` or, without an index, the last block, if it is
     a text of the same type without a signature."""
     if not isinstance(piece, dict):
@@ -223,10 +223,10 @@ class _ChoiceParts:
         self.logprobs += _as_list(_as_object(piece.get("logprobs")).get("content"))
         self.finish_reason = _text(piece.get("finish_reason")) or self.finish_reason
         reasoning = reasoning or texts["reasoning"]
-        shown = self._shown("content", texts["content"]), self._shown("reasoning", reasoning)
+        shown = self._whole_text("content", texts["content"]), self._whole_text("reasoning", reasoning)
         return Delta(index, *shown) if any(shown) else None
 
-    def _shown(self, name: str, text: str) -> str:
+    def _whole_text(self, name: str, text: str) -> str:
         """Return the text with whole characters. The first half of a surrogate pair waits for the next chunk."""
         text = self.halves.pop(name, "") + text
         if "\ud800" <= text[-1:] <= "\udbff":

@@ -463,7 +463,7 @@ def server_says(body: bytes) -> str:
     """Return the server's own message from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short
     line."""
     try:
-        found = _message(msgspec.json.decode(body))
+        found = _error_message(msgspec.json.decode(body))
     except NOT_JSON:
         found = None
     text = found if found is not None else body.decode(errors="replace")
@@ -471,13 +471,13 @@ def server_says(body: bytes) -> str:
     return without_middle(text, _SHOWN_CHARS)
 
 
-def _message(value: JSON) -> str | None:
+def _error_message(value: JSON) -> str | None:
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
         for key in ("error", "message", "detail"):
             if value.get(key):
-                inner = _message(value[key])
+                inner = _error_message(value[key])
                 code = value[key].get("code") if isinstance(value[key], dict) else None
                 return f"{inner} ({code})" if inner and isinstance(code, str) else inner
         return msgspec.json.encode(value).decode()

@@ -188,9 +188,9 @@ class Prompt(Sequence[int]):
         if kept < LONG_PROMPT or segment.json_count > kept:  # or the segment has grown since
             return msgspec.json.encode((segment.tokens[:kept] + self._rest).tolist())
         if segment.json_count < kept:
-            segment.json += _numbers(segment.tokens[segment.json_count : kept], first=not segment.json_count)
+            segment.json += _encoded_ids(segment.tokens[segment.json_count : kept], first=not segment.json_count)
             segment.json_count = kept
-        return b"".join((b"[", segment.json, _numbers(self._rest, first=False), b"]"))
+        return b"".join((b"[", segment.json, _encoded_ids(self._rest, first=False), b"]"))
 
 
 def sent_checksum(ids: array[int], before: int = 0) -> int:
@@ -202,7 +202,7 @@ def ids_json(ids: Sequence[int]) -> bytes:
     return ids.json() if isinstance(ids, Prompt) else msgspec.json.encode(list(ids))
 
 
-def _numbers(ids: array[int], *, first: bool) -> bytes:
+def _encoded_ids(ids: array[int], *, first: bool) -> bytes:
     text = msgspec.json.encode(ids.tolist())[1:-1]
     return text if first or not text else b"," + text
 
@@ -299,7 +299,7 @@ class Ledger:
         """Return the ledger in its form on disk, which does not depend on the timing of concurrent conversations
         (D2)."""
         turns = self._in_order()
-        numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _places(turns)
+        numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _segment_order(turns)
         renumbered = msgspec.structs.replace
         segments = [self._segments[segment] for segment in places]
         return LedgerRecord(
@@ -344,7 +344,7 @@ class Ledger:
 
     def places(self) -> dict[int, int]:
         """Return a map from each segment's number to its number in the record."""
-        return _places(self._in_order())
+        return _segment_order(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:
         """Return the turns in the record's order: between two turns of the rollout's own conversation come those of the
@@ -359,7 +359,7 @@ class Ledger:
         return sorted(self.turns, key=lambda turn: keys[turn.number])
 
 
-def _places(turns: Iterable[LedgerTurn]) -> dict[int, int]:
+def _segment_order(turns: Iterable[LedgerTurn]) -> dict[int, int]:
     return {segment: place for place, segment in enumerate(dict.fromkeys(turn.segment for turn in turns))}
 
 

@@ -86,10 +86,10 @@ def _violations(record: LedgerRecord, forked: bool) -> Iterator[Violation]:
     for number, segment in enumerate(record.segments):
         first = number == 0 and not forked
         yield from _SegmentCheck(number, segment, frozenset(record.stop_ids), first).violations()
-    yield from _turns(record)
+    yield from _check_turns(record)
 
 
-def _turns(record: LedgerRecord) -> Iterator[Violation]:
+def _check_turns(record: LedgerRecord) -> Iterator[Violation]:
     """Check that every turn is in exactly one segment, and that all sampled spans belong to a turn."""
     found: dict[int, tuple[int, int, int]] = {}
     for number, segment in enumerate(record.segments):

@@ -162,12 +162,12 @@ class OutputReader:
     ) -> None:
         """Add a call that may run. `call_id` is the model's own id, in formats that have ids."""
         known_as = self._id(call_id, name, arguments_text)
-        self._add(ParsedCall(known_as, name, arguments, arguments_text, start, end))
+        self._add_call(ParsedCall(known_as, name, arguments, arguments_text, start, end))
 
     def broken(self, problem: Malformed, name: str, start: int, end: int, call_id: str = "") -> None:
         text = self.text[start:end]
         known_as = self._id(call_id, name, text)
-        self._add(BrokenCall(known_as, name, problem.reason, problem.detail, text, start, end))
+        self._add_call(BrokenCall(known_as, name, problem.reason, problem.detail, text, start, end))
 
     def add(self, found: FoundCall, start: int) -> int:
         """Add the call that begins at `start`, broken or not; return its end."""
@@ -197,7 +197,7 @@ class OutputReader:
         self.broken(problem, "", mark.start, found.end)
         return found.end
 
-    def _add(self, piece: ParsedCall | BrokenCall) -> None:
+    def _add_call(self, piece: ParsedCall | BrokenCall) -> None:
         self.text_to(piece.start)
         self.skip_to(piece.end)
         self.pieces.append(piece)

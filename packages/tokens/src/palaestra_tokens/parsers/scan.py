@@ -302,18 +302,18 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")
-    yield from (_PYTHON_NAMES.get(name, name) for name in (declared, *_list(declared)) if isinstance(name, str))
+    yield from (_PYTHON_NAMES.get(name, name) for name in (declared, *_as_sequence(declared)) if isinstance(name, str))
     if schema.get("nullable") is True:
         yield "null"
     if declared is None:
-        for constant in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+        for constant in [*_as_sequence(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
             yield from ["string"] if isinstance(constant, str) else _types_of(constant)
         if "properties" in schema:
             yield "object"
         if "items" in schema:
             yield "array"
     for union in ("anyOf", "oneOf", "allOf"):
-        for member in _list(schema.get(union)):
+        for member in _as_sequence(schema.get(union)):
             yield from _types(member, root, depth - 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
@@ -327,5 +327,5 @@ def _referenced(root: Mapping[str, JSON], pointer: str) -> JSON:
     return target
 
 
-def _list(value: JSON) -> Sequence[JSON]:
+def _as_sequence(value: JSON) -> Sequence[JSON]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()

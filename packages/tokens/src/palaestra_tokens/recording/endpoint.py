@@ -212,9 +212,9 @@ class _Call:
             completion = await self._conversations.answer(self._asked, self._id)
             return _json(self._dialect.reply(self._asked, completion, self._id, self._created), 200, headers)
         headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        return await self._streamed(headers)
+        return await self._stream_reply(headers)
 
-    async def _streamed(self, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def _stream_reply(self, headers: Mapping[str, str]) -> web.StreamResponse:
         """Stream the reply. Sampling begins before the headers are sent, so an early refusal has its own status, and a
         reply that is soon complete is sent in one piece."""
         response = _Events(headers=headers)
@@ -232,12 +232,12 @@ class _Call:
         answering.add_done_callback(lambda _: news.set())
         try:
             while not await _ended(answering, news):
-                data = _written(writer, pieces) if pieces else writer.ping()
+                data = _take_events(writer, pieces) if pieces else writer.ping()
                 if not response.prepared:
                     data = writer.begin() + data
                     await response.prepare(self._request)
-                await self._within(response.write(data))
-            begun = _written(writer, pieces) if response.prepared else writer.begin()
+                await self._write_in_time(response.write(data))
+            begun = _take_events(writer, pieces) if response.prepared else writer.begin()
             last = begun + writer.end(answering.result())
             if not response.prepared:
                 if len(last) < WHOLE_BYTES:
@@ -253,10 +253,10 @@ class _Call:
         finally:
             # Also if the client has disconnected: nobody would read the rest of the reply.
             answering.cancel()
-        await self._within(response.write_eof(last))
+        await self._write_in_time(response.write_eof(last))
         return response
 
-    async def _within(self, writing: Awaitable[None]) -> None:
+    async def _write_in_time(self, writing: Awaitable[None]) -> None:
         """Await a write; close the connection if the client does not read the data within `WRITE_S` seconds."""
         try:
             async with asyncio.timeout(WRITE_S):
@@ -283,7 +283,7 @@ async def _ended(answering: asyncio.Future[ChatCompletion], news: asyncio.Event)
     return answering.done()
 
 
-def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
+def _take_events(writer: ReplyStream, pieces: list[JSON]) -> bytes:
     """Return the pieces as events, and empty the list. Raises `Refusal`."""
     data = b""
     for delta in pieces:

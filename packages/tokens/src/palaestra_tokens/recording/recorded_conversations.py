@@ -140,11 +140,11 @@ class RecordedConversation:
             )
         )
         for choice in completion.choices:
-            self._keep(choice.message)
+            self._remember_message(choice.message)
         if any(not call.function.name for call in calls):
             self._malformed[client_form(message).content or ""] = said
 
-    def _keep(self, message: AssistantMessage) -> None:
+    def _remember_message(self, message: AssistantMessage) -> None:
         """Keep what a client changes or leaves out when it sends the message back."""
         # Clients send calls back with other spellings of the arguments, so the originals are kept by their ids.
         for call in message.tool_calls or ():
@@ -349,7 +349,7 @@ class Conversations:
         self._under_way.add(task)
         self.replies_under_way += request.n
         try:
-            return await self._ask(request, reply_id, on_delta)
+            return await self._ask_model(request, reply_id, on_delta)
         except ContextExceeded as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except (EngineError, TaskError) as error:
@@ -384,7 +384,7 @@ class Conversations:
             self._fail(failure)
             raise Refusal(503, str(error), code="server_error") from None
 
-    async def _ask(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None) -> ChatCompletion:
+    async def _ask_model(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None) -> ChatCompletion:
         settings = {**request.settings, **self._sampling}
         limits = request.settings.get("max_tokens"), self._sampling.get("max_tokens"), self.limits.max_tokens
         most = [each for each in limits if each is not None]
@@ -393,10 +393,10 @@ class Conversations:
         if request.prompt is not None:
             return await self._continue_text(request, settings)
         self._check_size(request)
-        kept = [*self._continued(request), *request.messages]
+        kept = [*self._earlier_messages(request), *request.messages]
         messages = kept if request.instructions is None else [_system(request.instructions), *kept]
         messages = one_system_message(messages)
-        line = self._line(messages, request.tools)
+        line = self._conversation(messages, request.tools)
         line.restore(messages)
         asked: dict[str, JSON] = {"messages": messages, **settings, **self._threaded(request)}
         if request.tools:
@@ -407,7 +407,7 @@ class Conversations:
         line.parallel |= line.asking > 1
         try:
             if request.n == 1:
-                completion = await self._reply(line, asked)
+                completion = await self._recorded_completion(line, asked)
             else:
                 completion = await self._replies_to(line, asked, request.n)
         finally:
@@ -439,7 +439,7 @@ class Conversations:
         is_long = request.size >= LONG_BYTES and self.server.ledger is not None
         return {"in_thread": self.in_thread} if is_long else {}
 
-    async def _reply(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
+    async def _recorded_completion(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
         messages = asked["messages"]
         more: dict[str, JSON] = {}
         # Only the endpoint knows the agent's conversations. For the ledger, a shorter history is just another text.
@@ -456,7 +456,7 @@ class Conversations:
         """Sample several replies, each recorded as a separate call."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._reply(line, asked)) for _ in range(n)]
+                tasks = [group.create_task(self._recorded_completion(line, asked)) for _ in range(n)]
         except BaseExceptionGroup as failures:
             # As for one reply, whose errors the callers know. The group has cancelled the other requests.
             raise failures.exceptions[0] from None
@@ -472,7 +472,7 @@ class Conversations:
     async def _continue_text(self, request: ModelRequest, settings: Mapping[str, JSON]) -> ChatCompletion:
         if request.n > 1:
             raise unsupported("n", "This endpoint returns only one continuation of a text per request.")
-        line = self._line([_system("\0text")], [])
+        line = self._conversation([_system("\0text")], [])
         started = time.perf_counter()
         text = await line.server.completion(prompt=request.prompt or "", **settings, **self._threaded(request))
         choice = text.choices[0]
@@ -487,7 +487,7 @@ class Conversations:
             self._answered(line, line.calls[-1])
         return completion
 
-    def _line(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
+    def _conversation(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
         """Return the conversation that a request belongs to, or a new one."""
         system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
         key = system, bool(tools)
@@ -497,7 +497,7 @@ class Conversations:
             known = self._lines[key] = RecordedConversation(number, system, tools, server)
         return known
 
-    def _continued(self, request: ModelRequest) -> list[Message]:
+    def _earlier_messages(self, request: ModelRequest) -> list[Message]:
         if request.continues is None:
             return []
         return [dict(message) for message in self._reply_of(request.continues)[0]]

@@ -112,7 +112,7 @@ class ModelServer(TokenLoopback):
             settings.setdefault("max_tokens", limit)
         completion = await self._chat_engine.managed_server().chat_completion(messages=messages, **settings)
         reply = _as_openai(completion, next(self._counter))
-        return await _streamed(request, reply) if body.get("stream") else web.json_response(reply)
+        return await _stream_completion(request, reply) if body.get("stream") else web.json_response(reply)
 
 
 def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
@@ -124,7 +124,7 @@ def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
     return reply
 
 
-async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.StreamResponse:
+async def _stream_completion(request: web.Request, reply: Mapping[str, JSON]) -> web.StreamResponse:
     """Return the reply as server-sent events: each choice in one chunk, then its end, then the usage."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)

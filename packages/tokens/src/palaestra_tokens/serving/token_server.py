@@ -110,7 +110,7 @@ class TokenLoopback:
         # SGLang and Atropos' vLLM share this path; their requests differ in the name of the ids.
         if "prompt" in body:
             sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
-            positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]
+            positions = [[{str(number): logprob}] for number, logprob in _ids_with_logprobs(sampled)]
             reply: Reply = {"prompt": "", "logprobs": [positions], "finish_reasons": [sampled.finish_reason]}
             return web.json_response(self._spoil(reply))
         settings = body["sampling_params"]
@@ -123,18 +123,18 @@ class TokenLoopback:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(sampled.ids),
             "weight_version": sampled.policy_version,
-            "output_token_logprobs": [[logprob, number, None] for number, logprob in _pairs(sampled)],
+            "output_token_logprobs": [[logprob, number, None] for number, logprob in _ids_with_logprobs(sampled)],
         }
         text = self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True)
         if body.get("stream"):
-            entries: list[JSON] = [[logprob, number, None] for number, logprob in _pairs(sampled)]
+            entries: list[JSON] = [[logprob, number, None] for number, logprob in _ids_with_logprobs(sampled)]
             so_far = (entries[:n] for n in range(1, len(entries)))
             # like SGLang, an event counts the tokens so far
             parts = [
                 {**info, "finish_reason": None, "completion_tokens": len(each), "output_token_logprobs": each}
                 for each in so_far
             ]
-            return await _streamed(request, [{"meta_info": each} for each in (*parts, info)])
+            return await _send_events(request, [{"meta_info": each} for each in (*parts, info)])
         return web.json_response(self._spoil({"text": text, "meta_info": info}))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -158,7 +158,7 @@ class TokenLoopback:
             choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": prompt}
         used = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.ids)}
         if body.get("stream"):
-            return await _streamed(request, [*_pieces_of(choice), {"choices": [], "usage": used}])
+            return await _send_events(request, [*_pieces_of(choice), {"choices": [], "usage": used}])
         reply: Reply = {
             "id": f"cmpl-{next(self._counter)}",
             "model": self._engine.name,
@@ -185,7 +185,7 @@ def _pieces_of(choice: Reply) -> Iterator[Reply]:
         yield {"choices": [piece]}
 
 
-async def _streamed(request: web.Request, events: Iterable[Reply]) -> web.StreamResponse:
+async def _send_events(request: web.Request, events: Iterable[Reply]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in events:
@@ -211,5 +211,5 @@ async def _errors_as_json(
         return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
 
 
-def _pairs(sampled: Sampled) -> list[tuple[int, float]]:
+def _ids_with_logprobs(sampled: Sampled) -> list[tuple[int, float]]:
     return list(zip(sampled.ids, sampled.logprobs, strict=True))

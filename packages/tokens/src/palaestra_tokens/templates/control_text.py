@@ -46,7 +46,7 @@ class ControlText:
         same text with a mark in it."""
         if self._part is None:
             return {}
-        found = {text: self._part.sub(_split, text) for text in _texts(value)}
+        found = {text: self._part.sub(_split, text) for text in _strings_in(value)}
         return {text: split for text, split in found.items() if split != text}
 
 
@@ -117,7 +117,7 @@ def _split(found: re.Match[str]) -> str:
     return f"{found[0][0]}{MARK}{found[0][1:]}"
 
 
-def _texts(value: JSON) -> Iterator[str]:
+def _strings_in(value: JSON) -> Iterator[str]:
     """Yield the strings and keys in a value, in order."""
     pending = [value]
     while pending:

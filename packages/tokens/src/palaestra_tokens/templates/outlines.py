@@ -233,7 +233,7 @@ class BlankRecording:
     def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
         """Return the answer of `function` for the blank's text. Text becomes a new blank; any other answer is recorded
         with its question."""
-        if not all(map(_plain, arguments)):
+        if not all(map(_is_constant, arguments)):
             raise Opaque("two texts are combined")
         try:
             answer = function(self.texts[blank.number], *arguments)
@@ -265,7 +265,9 @@ class BlankRecording:
 
     def outline(self, spelled: str) -> Outline:
         """Return the outline of a part of the text that the method `spelled` returned."""
-        parts = tuple(_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece)
+        parts = tuple(
+            _mark_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece
+        )
         asked = tuple(dict.fromkeys(self._asked))
         needed = {part for part in parts if isinstance(part, int)} | {question.of for question in asked}
         for made in reversed(self._made):
@@ -336,15 +338,15 @@ for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS
     setattr(Blank, _name, _kind(_name))
 
 
-def _plain(value: JSON) -> bool:
+def _is_constant(value: JSON) -> bool:
     """Return whether a value is an immutable constant: None, plain text, an integer, a boolean, or a tuple of such
     values."""
     if isinstance(value, tuple):
-        return all(map(_plain, value))
+        return all(map(_is_constant, value))
     return value is None or type(value) in (str, int, bool)
 
 
-def _number(mark: str) -> int:
+def _mark_number(mark: str) -> int:
     return int(mark[len(NONCE) + 1 : -1])
 
 

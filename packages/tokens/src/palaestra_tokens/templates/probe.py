@@ -173,7 +173,7 @@ def probe(
     )
 
 
-def _call(tools: Sequence[Mapping[str, JSON]]) -> Shape:
+def _call_shape(tools: Sequence[Mapping[str, JSON]]) -> Shape:
     name = _function(tools[0]).get("name", "f") if tools else "f"
     return Shape(content=False, reasoning=False, calls=[(CALL_ID, name)])
 
@@ -209,7 +209,7 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
                 f"The chat template does not show tool '{name}' to the model ('{missing[0]}' is not in the prompt), so "
                 "it could only guess. Use a template with tools, or run without tools."
             )
-    message = _call(tools).message()
+    message = _call_shape(tools).message()
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": _RESULT}
     try:
         shown = render(for_template([_USER, message, result], None))
@@ -230,7 +230,7 @@ def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]
     """Return the first of `REASONING_FIELDS` that the template shows in at least one conversation."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": "."}
-    calling = for_template([_call(tools).message()], None)[0]
+    calling = for_template([_call_shape(tools).message()], None)[0]
     for name in REASONING_FIELDS:
         for conversation in (
             [_USER, {**plain, name: _REASONING}],
@@ -244,7 +244,7 @@ def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]
 def _refuses_both(render: RenderTemplate, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
     """Return whether the template accepts a call with thinking, but not a call with thinking and content."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": "."}
-    shapes = [Shape(content=content, reasoning=True, calls=_call(tools).calls) for content in (False, True)]
+    shapes = [Shape(content=content, reasoning=True, calls=_call_shape(tools).calls) for content in (False, True)]
     alone, both = (for_template([_USER, shape.message(), result], field_name) for shape in shapes)
     return any(_tried(render, alone)) and not any(_tried(render, both))
 
@@ -269,13 +269,13 @@ class _Ends:
 def _ends(render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]]) -> _Ends:
     ends = _Ends()
     for shape, after in _probed_shapes(tools):
-        alone = [_encoded(tokenizer, render, [shape.message()], shape)]
+        alone = [_ids_after_marks(tokenizer, render, [shape.message()], shape)]
         if shape.calls:  # a token that occurs once per call ends a call, not a turn
             calls = Shape(content=False, reasoning=False, calls=[*shape.calls, ("call00001", shape.calls[0][1])])
-            alone.append(_encoded(tokenizer, render, [calls.message()], shape))
+            alone.append(_ids_after_marks(tokenizer, render, [calls.message()], shape))
         closing = _closing(tokenizer, alone, shape)
         ends.closing += closing
-        ids = _encoded(tokenizer, render, [shape.message(), after], shape)
+        ids = _ids_after_marks(tokenizer, render, [shape.message(), after], shape)
         if not any(number in ids for number in closing):
             own = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone[0], ids, strict=False)))
             found = [number for number in ids[own:] if number in _special_ids(tokenizer)][:1]
@@ -287,7 +287,7 @@ def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape,
     """Yield the shapes of replies to probe, each with a message that may follow it."""
     yield Shape(content=True, reasoning=False), _USER
     if tools:
-        call = _call(tools)
+        call = _call_shape(tools)
         yield call, {"role": "tool", "tool_call_id": CALL_ID, "name": call.calls[0][1], "content": "."}
 
 
@@ -301,7 +301,9 @@ def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape)
     return [number for number in last if number in special and all(ids.count(number) <= 1 for ids in alone)]
 
 
-def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape) -> list[int]:
+def _ids_after_marks(
+    tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape
+) -> list[int]:
     """Return the tokens of the text after the last mark of `shape`, or none if the template refuses the messages."""
     for text in _tried(render, for_template([_USER, *messages], None)):
         return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))

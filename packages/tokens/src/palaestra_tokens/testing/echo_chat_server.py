@@ -133,14 +133,14 @@ def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
     message: dict[str, JSON] = {"reasoning_content": " ".join(thought)} if thought else {}
     if done < len(steps):
         calls = steps[done].partition(" ")[2].split(" ;; ")
-        return {**message, "content": None, "tool_calls": [_call(each, done, n) for n, each in enumerate(calls)]}
+        return {**message, "content": None, "tool_calls": [_call_delta(each, done, n) for n, each in enumerate(calls)]}
     said = [line.removeprefix("say ") for line in lines if line.startswith("say ")]
     last = messages[-1] if messages else {}
     came = _text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
     return {**message, "content": "\n".join(said) if said else came}
 
 
-def _call(text: str, turn: int, number: int) -> dict[str, JSON]:
+def _call_delta(text: str, turn: int, number: int) -> dict[str, JSON]:
     name, _, arguments = text.strip().partition(" ")
     function = {"name": name, "arguments": arguments or "{}"}
     return {"index": number, "id": f"call_{turn}_{number}", "type": "function", "function": function}

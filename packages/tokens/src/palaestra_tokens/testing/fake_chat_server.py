@@ -79,7 +79,7 @@ class LoopbackServer:
         body = json.loads(raw) if raw else None
         if isinstance(body, dict) and body.get("messages") == [PROBE]:
             self.probes.append(body)
-            return await self._reply(request, self.probe)
+            return await self._send_answer(request, self.probe)
         self.seen.append(Seen(request.method, request.path_qs, request.headers.copy(), body))
         await self._count(1)
         try:
@@ -106,9 +106,9 @@ class LoopbackServer:
         else:
             answer = self.answers[min(self._answered, len(self.answers) - 1)]
             self._answered += 1
-        return await self._reply(request, answer)
+        return await self._send_answer(request, answer)
 
-    async def _reply(self, request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
+    async def _send_answer(self, request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
         if isinstance(answer.body, list) and answer.body and all(isinstance(piece, bytes) for piece in answer.body):
             return await _in_pieces(request, answer)
         if answer.cut:

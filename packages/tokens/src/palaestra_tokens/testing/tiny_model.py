@@ -131,8 +131,8 @@ def practise(
     loss_value = float("nan")
     model.train()
     for _ in range(steps):
-        said = [rng.choice(replies) if replies else _reply(rng) for _ in range(BATCH)]
-        rows = [_row(tokenizer, texts, reply, rng) for reply in said]
+        said = [rng.choice(replies) if replies else _random_reply(rng) for _ in range(BATCH)]
+        rows = [_example(tokenizer, texts, reply, rng) for reply in said]
         ids = torch.tensor([row[0] for row in rows])
         labels = torch.tensor([row[1] for row in rows])
         loss = model(input_ids=ids, labels=labels).loss
@@ -146,7 +146,7 @@ def practise(
     return loss_value
 
 
-def _row(tokenizer: Tokenizer, texts: Sequence[str], reply: str, rng: random.Random) -> tuple[list[int], list[int]]:
+def _example(tokenizer: Tokenizer, texts: Sequence[str], reply: str, rng: random.Random) -> tuple[list[int], list[int]]:
     """Return `ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, and padding. Only the reply
     is learned.
 
@@ -164,7 +164,7 @@ def _row(tokenizer: Tokenizer, texts: Sequence[str], reply: str, rng: random.Ran
     return ids + said + [0] * room, labels + [_UNTRAINED] * room
 
 
-def _reply(rng: random.Random) -> str:
+def _random_reply(rng: random.Random) -> str:
     if rng.random() < 0.3:
         return rng.choice(_ANSWERS)
     calls = [rng.choice(_CALLS) for _ in range(1 if rng.random() < 0.85 else 2)]

@@ -283,7 +283,7 @@ class ManagedChat(ChatServer):
                 settings.setdefault(key, value)
         settings["stop_token_ids"] = _stops(settings, renderer.stop_ids)
         if n == 1:
-            replies = [await self._reply(renderer, messages, settings, opens, in_thread)]
+            replies = [await self._sample_reply(renderer, messages, settings, opens, in_thread)]
         else:
             replies = await self._replies(renderer, messages, settings, n, opens, in_thread)
         sampled = sum(reply.sampled_tokens for reply in replies)
@@ -322,14 +322,15 @@ class ManagedChat(ChatServer):
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [
-                    group.create_task(self._reply(renderer, messages, settings, opens, in_thread)) for _ in range(n)
+                    group.create_task(self._sample_reply(renderer, messages, settings, opens, in_thread))
+                    for _ in range(n)
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         # In the order of the nodes, which callers read in step with the choices; replies may arrive in another order.
         return sorted((task.result() for task in asked), key=lambda reply: reply.segment)
 
-    async def _reply(
+    async def _sample_reply(
         self,
         renderer: TurnRenderer,
         messages: Sequence[Message],
@@ -349,7 +350,7 @@ class ManagedChat(ChatServer):
             else:
                 plan = await in_thread(partial(self._plan, renderer, messages, thread, self._declared))
             thinking = renderer.thinks_at_once(plan.delta)
-            settings, shown = self._shown(thinking, renderer, settings)
+            settings, shown = self._with_delta_hook(thinking, renderer, settings)
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
             pieces = self.recorded(prompt.checksum) if self.recorded is not None else None
@@ -364,7 +365,7 @@ class ManagedChat(ChatServer):
             shown.finish(reply.message)
         return reply
 
-    def _shown(
+    def _with_delta_hook(
         self, thinking: bool, renderer: TurnRenderer, settings: Mapping[str, JSON]
     ) -> tuple[Mapping[str, JSON], ShownReply | None]:
         """Return the settings for the engine, and the object that shows the reply as it arrives, if `on_delta` is

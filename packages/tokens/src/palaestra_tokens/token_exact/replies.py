@@ -127,7 +127,7 @@ class ReplyReader:
             content=content,
             reasoning_content=reasoning,
             tool_calls=[
-                _call(call, ("turn" in self._accepts and _part(call, "id")) or f"call_{turn}_{index}")
+                _own_call(call, ("turn" in self._accepts and _part(call, "id")) or f"call_{turn}_{index}")
                 for index, call in enumerate(calls)
             ]
             or None,
@@ -157,7 +157,7 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
     return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking", "turn"}
 
 
-def _call(call: JSON, call_id: str) -> ToolCallMessage:
+def _own_call(call: JSON, call_id: str) -> ToolCallMessage:
     """Convert a call from any parser to Palaestra's own type, with the id `call_id`, because a parser that does not
     accept `turn` may give random ids."""
     function = _part(call, "function") or call

@@ -55,7 +55,7 @@ class GptOss(Grammar):
         if recipient is not None:
             body = tagged_body(output, end.end, _TAGS)
             return add_json(output, mark.start, recipient[1].removeprefix("functions."), body)
-        return self._message(output, mark, end.end, thinking=_ANALYSIS.search(header) is not None)
+        return self._read_message(output, mark, end.end, thinking=_ANALYSIS.search(header) is not None)
 
     def _no_message(self, output: OutputReader, mark: Mark, end: int) -> int | None:
         """Read a header without a message. The header `assistant` alone is skipped. A header with a recipient at the
@@ -68,7 +68,7 @@ class GptOss(Grammar):
         output.broken(Malformed(BrokenReason.UNCLOSED, "the output was cut off in a header"), "", mark.start, end)
         return end
 
-    def _message(self, output: OutputReader, mark: Mark, begin: int, thinking: bool) -> int:
+    def _read_message(self, output: OutputReader, mark: Mark, begin: int, thinking: bool) -> int:
         output.skip_to(begin)
         found = find(output.text, begin, _START, _CHANNEL, *_ENDS) or Mark("", output.end, output.end)
         end = found.start if found.text in (_START, _CHANNEL) else found.end

@@ -114,15 +114,15 @@ class Llama4Pythonic(Grammar):
     def read(self, output: OutputReader, mark: Mark) -> int | None:
         text = output.text
         if mark.text == "[":
-            return self._list(output, mark.start, mark.start) if _begins_calls(text, mark.end) else None
+            return self._read_calls(output, mark.start, mark.start) if _begins_calls(text, mark.end) else None
         begin = skip(text, mark.end)
         if not text.startswith("[", begin):
             return output.mentioned(mark, _END)
-        end = self._list(output, mark.start, begin)
+        end = self._read_calls(output, mark.start, begin)
         after = skip(text, end)
         return after + len(_END) if text.startswith(_END, after) else end
 
-    def _list(self, output: OutputReader, start: int, bracket: int) -> int:
+    def _read_calls(self, output: OutputReader, start: int, bracket: int) -> int:
         text, position = output.text, bracket + 1
         while True:
             begin = skip(text, position)

@@ -85,7 +85,7 @@ class Markup(Grammar):
         name, arguments = "", dict[str, JSON]()
         position, closes_itself = start + len(self.call[0]), False
         try:
-            head, position = _head(output.text, position)
+            head, position = _rest_of_tag(output.text, position)
             closes_itself = head.endswith("/")
             name = self.named(head.removesuffix("/").rstrip())
             if not closes_itself:
@@ -109,7 +109,7 @@ class Markup(Grammar):
                     raise Malformed(BrokenReason.UNCLOSED, CUT_OFF, position)
                 detail = f"{self.parameter[0]!r} or {self.call[1]!r} is missing"
                 raise Malformed(BrokenReason.MALFORMED_MARKUP, detail, position)
-            head, begin = _head(text, position + len(self.parameter[0]))
+            head, begin = _rest_of_tag(text, position + len(self.parameter[0]))
             end, position = self._value_end(output, begin)
             try:
                 key, value = self.argument(output, name, head, text[begin:end])
@@ -173,7 +173,7 @@ def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
     return len(text) if found is None else found.end
 
 
-def _head(text: str, start: int) -> tuple[str, int]:
+def _rest_of_tag(text: str, start: int) -> tuple[str, int]:
     """Return the rest of an opening tag and where the tag ends. Raises `Malformed`."""
     mark = find(text, start, ">", "<", "\n")
     if mark is None:

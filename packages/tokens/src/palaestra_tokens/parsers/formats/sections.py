@@ -58,9 +58,9 @@ class Sections(Grammar):
                 return self._no_call(output, mark)
             output.skip_to(begin)
             output.in_section = True
-        return self._call(output, begin, lone=not output.in_section)
+        return self._read_call(output, begin, lone=not output.in_section)
 
-    def _call(self, output: OutputReader, start: int, lone: bool) -> int | None:
+    def _read_call(self, output: OutputReader, start: int, lone: bool) -> int | None:
         header = self.header(output.text, start + len(self.tags.open))
         if header is None or (header.problem is not None and header.problem.reason is BrokenReason.UNCLOSED):
             after = skip(output.text, start + len(self.tags.open))
@@ -106,7 +106,7 @@ class DeepSeekV31(Sections):
     def header(self, text: str, start: int) -> Header | None:
         """Read `NAME<｜tool▁sep｜>`."""
         mark = header_end(text, start, _SEPARATOR, self.tags)
-        return _named(text[start : mark.start], mark.end) if isinstance(mark, Mark) else mark
+        return _header(text[start : mark.start], mark.end) if isinstance(mark, Mark) else mark
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
         blocks = [f"{_BEGIN}{call.name}{_SEPARATOR}{call.arguments_text}{_END}" for call in calls]
@@ -124,7 +124,7 @@ class DeepSeekV3(DeepSeekV31):
         if not isinstance(mark, Mark):
             return mark
         end = skip(text, mark.end, _NAME)
-        named, fence = _named(text[mark.end : end], end), skip(text, end)
+        named, fence = _header(text[mark.end : end], end), skip(text, end)
         if not text.startswith(_FENCE, fence):
             ended = breaks_off(text, fence, _FENCE)
             reason = BrokenReason.UNCLOSED if ended else BrokenReason.MALFORMED_MARKUP
@@ -138,7 +138,7 @@ class DeepSeekV3(DeepSeekV31):
         return "".join([text, self.section[0], "\n".join(blocks), self.section[1]]) if calls else text
 
 
-def _named(name: str, end: int) -> Header:
+def _header(name: str, end: int) -> Header:
     name = name.strip()
     return Header(name, "", end, None if name else Malformed(BrokenReason.NO_NAME, "the call has no name"))
 

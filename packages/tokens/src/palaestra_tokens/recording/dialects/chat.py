@@ -50,7 +50,7 @@ class ChatDialect:
         if body.get("modalities") not in (None, ["text"]):
             raise unsupported("modalities")
         messages = [
-            _message(message, number, features)
+            _chat_message(message, number, features)
             for number, message in enumerate(items_of(required(body, "messages", list), "messages"))
         ]
         if not messages:
@@ -201,7 +201,7 @@ def image_part(part: Mapping[str, JSON], param: str) -> JSON:
     raise unsupported(param, f"Content of type {kind!r} is not supported by this endpoint.")
 
 
-def _message(message: Mapping[str, JSON], number: int, features: Collection[str]) -> Message:
+def _chat_message(message: Mapping[str, JSON], number: int, features: Collection[str]) -> Message:
     role, content, param = message.get("role"), message.get("content"), f"messages[{number}]"
     if not isinstance(content, str):
         content = content_parts(content, f"{param}.content", features, image_part)
@@ -222,11 +222,11 @@ def _message(message: Mapping[str, JSON], number: int, features: Collection[str]
             break
     if calls := message.get("tool_calls"):
         place = f"{param}.tool_calls"
-        said["tool_calls"] = [_call(call, f"{place}[{at}]") for at, call in enumerate(items_of(calls, place))]
+        said["tool_calls"] = [_checked_call(call, f"{place}[{at}]") for at, call in enumerate(items_of(calls, place))]
     return said
 
 
-def _call(call: Mapping[str, JSON], param: str) -> dict[str, JSON]:
+def _checked_call(call: Mapping[str, JSON], param: str) -> dict[str, JSON]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise invalid(param, f"{param} has no function")

@@ -243,7 +243,7 @@ class MessagesStream:
         self._sent = {"text": 0, "thinking": 0}
 
     def begin(self) -> bytes:
-        return _named({"type": "message_start", "message": _envelope(self._request, self._id)})
+        return _typed_event({"type": "message_start", "message": _envelope(self._request, self._id)})
 
     def text(self, text: str) -> bytes:
         return self._piece("text", {"type": "text", "text": ""}, text)
@@ -257,47 +257,47 @@ class MessagesStream:
             written += self.reasoning(rest)
         if rest := (message.content or "")[self._sent["text"] :]:
             written += self.text(rest)
-        written += self._close()
+        written += self._end_block()
         for call in message.tool_calls or ():
             # In a stream, a call begins with an empty input, and its arguments follow as text. Source: "Input JSON
             # delta" in Anthropic's documentation of streaming.
             used: dict[str, JSON] = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
-            written += self._start("tool_use", used)
+            written += self._begin_block("tool_use", used)
             text = call.function.arguments
             value = as_object(text)
             if "malformed_arguments" in value:  # the client joins and parses the pieces
                 text = msgspec.json.encode(value).decode()
             written += self._delta({"type": "input_json_delta", "partial_json": text})
-            written += self._close()
+            written += self._end_block()
         ended = {"stop_reason": _stop_reason(completion), "stop_sequence": None}
-        written += _named({"type": "message_delta", "delta": ended, "usage": _usage(completion)})
-        return bytes(written + _named({"type": "message_stop"}))
+        written += _typed_event({"type": "message_delta", "delta": ended, "usage": _usage(completion)})
+        return bytes(written + _typed_event({"type": "message_stop"}))
 
     def ping(self) -> bytes:
-        return _named({"type": "ping"})
+        return _typed_event({"type": "ping"})
 
     def failure(self, refusal: Refusal) -> bytes:
-        return _named(_error(refusal))
+        return _typed_event(_error(refusal))
 
     def _piece(self, kind: str, block: dict[str, JSON], text: str) -> bytes:
-        begun = b"" if self._open == kind else self._close() + self._start(kind, block)
+        begun = b"" if self._open == kind else self._end_block() + self._begin_block(kind, block)
         self._sent[kind] += len(text)
         return begun + self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _start(self, kind: str, block: dict[str, JSON]) -> bytes:
+    def _begin_block(self, kind: str, block: dict[str, JSON]) -> bytes:
         self._open = kind
-        return _named({"type": "content_block_start", "index": self._index, "content_block": block})
+        return _typed_event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, delta: JSON) -> bytes:
-        return _named({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return _typed_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
-    def _close(self) -> bytes:
+    def _end_block(self) -> bytes:
         if not self._open:
             return b""
         self._open, index = "", self._index
         self._index += 1
-        return _named({"type": "content_block_stop", "index": index})
+        return _typed_event({"type": "content_block_stop", "index": index})
 
 
-def _named(data: dict[str, JSON]) -> bytes:
+def _typed_event(data: dict[str, JSON]) -> bytes:
     return event(data, data["type"])

@@ -132,9 +132,9 @@ class _InputReader:
     def take(self, item: Mapping[str, JSON], param: str) -> None:
         kind = item.get("type") or "message"
         if kind == "message":
-            self._message(item, param)
+            self._add_message(item, param)
         elif kind in ("function_call", "custom_tool_call"):
-            self._call(item, kind, param)
+            self._add_call(item, kind, param)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = content_parts(item.get("output"), f"{param}.output", self._features, _image)
             call_id = text_field(item, "call_id", param)
@@ -150,7 +150,7 @@ class _InputReader:
         for place, texts in self._texts.items():
             self._messages[place]["content"] = "".join(texts)
 
-    def _message(self, item: Mapping[str, JSON], param: str) -> None:
+    def _add_message(self, item: Mapping[str, JSON], param: str) -> None:
         role = item.get("role")
         content = content_parts(item.get("content"), f"{param}.content", self._features, _image)
         if role == "assistant":
@@ -161,7 +161,7 @@ class _InputReader:
         else:
             raise invalid(f"{param}.role", f"{param}.role {role!r} is not a role of this API")
 
-    def _call(self, item: Mapping[str, JSON], kind: JSON, param: str) -> None:
+    def _add_call(self, item: Mapping[str, JSON], kind: JSON, param: str) -> None:
         name, call_id = text_field(item, "name", param), text_field(item, "call_id", param)
         if item.get("namespace") is not None:
             name = _flat(text_field(item, "namespace", param), name)
@@ -320,9 +320,9 @@ class ResponsesStream:
         # An output without any item would look like a reply that was lost.
         elif not self._texts["message"] and not message.tool_calls:
             written += self.text("")
-        written += self._close()
+        written += self._end_item()
         for index, call in enumerate(message.tool_calls or ()):
-            written += self._call(_call_item(self._request, call, f"{self._id}_{index}"))
+            written += self._call_events(_call_item(self._request, call, f"{self._id}_{index}"))
         response = _response(self._request, self._id, self._created, self._items, completion)
         return bytes(written + self._event(f"response.{response['status']}", response=response))
 
@@ -343,7 +343,7 @@ class ResponsesStream:
     def _begin(self, kind: str) -> bytes:
         if self._open == kind:
             return b""
-        closed, self._open = self._close(), kind
+        closed, self._open = self._end_item(), kind
         if kind == "reasoning":
             item = _reasoning_item(self._id, "")
             part: dict[str, JSON] = {"type": "reasoning_text", "text": ""}
@@ -360,7 +360,7 @@ class ResponsesStream:
             )
         )
 
-    def _close(self) -> bytes:
+    def _end_item(self) -> bytes:
         """End the open item of text or thinking."""
         kind, self._open = self._open, ""
         if not kind:
@@ -378,7 +378,7 @@ class ResponsesStream:
         self._items.append(item)
         return closed
 
-    def _call(self, item: dict[str, JSON]) -> bytes:
+    def _call_events(self, item: dict[str, JSON]) -> bytes:
         field, name = ("arguments", "function_call_arguments")
         if item["type"] == "custom_tool_call":
             field, name = ("input", "custom_tool_call_input")
