@@ -90,7 +90,7 @@ def test_files_that_cannot_be_written_fail_as_in_a_slot() -> None:
             with pytest.raises(OSError) as full:
                 await backend.compose(small, {"a": b"x" * 100_000})
             assert full.value.errno == errno.ENOSPC
-            server = backend._running()
+            server = backend._running_server()
             fields = {"limits": {"disk_bytes": None, "memory_bytes": None}, "files": [["/../../escaped", 4]]}
             made = await server.make("compose", fields, lambda made: ("forget", made), b"data")
             snapshot = Snapshot(made["layers"][0], tuple(made["layers"]), SlotSpec())

@@ -52,7 +52,7 @@ def is_made(slot: Slot) -> bool:
 
 
 async def live(backend: LocalBackend) -> int:
-    return int((await backend._running().call("stats", {})).fields["live"])
+    return int((await backend._running_server().call("stats", {})).fields["live"])
 
 
 def test_files_are_read_without_the_slot(over_work: Callable[[Body], None]) -> None:
@@ -165,7 +165,7 @@ def test_a_caller_that_gives_up_leaves_the_slot_to_the_next(over_work: Callable[
 def test_a_slot_that_cannot_be_made_fails_every_later_request(over_work: Callable[[Body], None]) -> None:
     async def body(backend: LocalBackend, work: Snapshot) -> None:
         slot = await made(backend, work)
-        backend._running()._process.kill()  # type: ignore[union-attr]
+        backend._running_server()._process.kill()  # type: ignore[union-attr]
         for _ in range(2):
             with pytest.raises(SlotLost):
                 await slot.execute("true")

@@ -166,11 +166,11 @@ def _part_points(groups: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 def part_class(kind: type[BaseModel], part: str) -> type[Settings]:
     """Return the class of a part. Raises `ConfigError` if it cannot be imported."""
-    return _loaded(part_points(kind)[part])
+    return _settings_class(part_points(kind)[part])
 
 
 @functools.cache
-def _loaded(point: EntryPoint) -> type[Settings]:
+def _settings_class(point: EntryPoint) -> type[Settings]:
     from palaestra_slots.core.io.plugins import load
 
     return cast("type[Settings]", load(point))
@@ -180,7 +180,7 @@ def _part_of(kind: type[BaseModel], name: str) -> type[Settings] | None:
     """Return the class of the part that declares a setting; None if no installed package has it."""
     # Most names begin with that of their part, so that no other part is imported.
     points = sorted(part_points(kind).items(), key=lambda each: not name.startswith(f"{each[0]}_"))
-    return next((_loaded(point) for _, point in points if name in _loaded(point).model_fields), None)
+    return next((_settings_class(point) for _, point in points if name in _settings_class(point).model_fields), None)
 
 
 def find_setting(kind: type[BaseModel], name: str) -> FieldInfo | None:

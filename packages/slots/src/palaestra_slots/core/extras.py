@@ -46,10 +46,10 @@ def extra_version(extra: str) -> str:
 
 
 def _is_within(version: str, bounds: str) -> bool:
-    have = _numbers(version)
+    have = _version_numbers(version)
     limits = re.findall(r"(>=|<)\s*([\d.]+)", bounds)
-    return all((have >= _numbers(limit)) == (sign == ">=") for sign, limit in limits)
+    return all((have >= _version_numbers(limit)) == (sign == ">=") for sign, limit in limits)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:4]))

@@ -154,7 +154,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     while not wait([future], timeout=BLOCKED_S).done:
-        if not _turns(loop) and (stack := _joins(loop)):
+        if not _runs_callbacks(loop) and (stack := _joins(loop)):
             future.cancel()
             _blocking.update(stack)
             raise RuntimeError(
@@ -164,7 +164,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
     return future.result()
 
 
-def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+def _runs_callbacks(loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether a loop of another thread runs its callbacks."""
     turned = threading.Event()
     loop.call_soon_threadsafe(turned.set)

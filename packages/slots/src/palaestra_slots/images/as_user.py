@@ -118,7 +118,7 @@ class UserSlot(Slot):
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write through the user's shell, so that new files belong to the user. Raises PermissionError."""
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"' + (f' && chmod {mode:o} -- "$1"' if mode else "")
-        await self._do(["/bin/sh", "-c", script, "write", path], path, data)
+        await self._execute_as_user(["/bin/sh", "-c", script, "write", path], path, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         await self._allowed(path, "-r")
@@ -128,10 +128,10 @@ class UserSlot(Slot):
         return await self._slot.stat(path)
 
     async def make_dir(self, path: str) -> None:
-        await self._do(["mkdir", "-p", "--", path], path)
+        await self._execute_as_user(["mkdir", "-p", "--", path], path)
 
     async def make_link(self, path: str, target: str) -> None:
-        await self._do(["ln", "-sfn", "--", target, path], path)
+        await self._execute_as_user(["ln", "-sfn", "--", target, path], path)
 
     async def upload(self, local: Path, path: str) -> int:
         """Call `Slot.upload`; the files then belong to the user."""
@@ -145,7 +145,7 @@ class UserSlot(Slot):
         return await self._slot.download(path, local)
 
     async def remove(self, path: str) -> None:
-        await self._do(["rm", "-rf", "--", path], path)
+        await self._execute_as_user(["rm", "-rf", "--", path], path)
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
         return await self._slot.arguments(pid)
@@ -166,7 +166,7 @@ class UserSlot(Slot):
         if not tried.success:
             raise PermissionError(13, f"the user {self._user} may not read it", path)
 
-    async def _do(self, argv: Sequence[str], path: str, data: bytes = b"") -> None:
+    async def _execute_as_user(self, argv: Sequence[str], path: str, data: bytes = b"") -> None:
         done = await self.execute(argv, stdin=data, timeout_s=_FILE_S)
         if not done.success:
             raise PermissionError(13, done.output.strip()[-200:] or f"the user {self._user} may not change it", path)

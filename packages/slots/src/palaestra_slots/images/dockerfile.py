@@ -318,9 +318,9 @@ def follow(
     elif instruction.name == "USER":
         config = replace(config, user=expand(instruction.arguments.strip(), known))
     elif instruction.name == "ENTRYPOINT":  # which drops the command of the base
-        config = replace(config, entrypoint=_started(instruction), command=())
+        config = replace(config, entrypoint=_program_arguments(instruction), command=())
     elif instruction.name == "CMD":
-        config = replace(config, command=_started(instruction))
+        config = replace(config, command=_program_arguments(instruction))
     elif instruction.name == "ARG":
         for word in instruction.words():
             name, separator, value = word.partition("=")
@@ -329,7 +329,7 @@ def follow(
     return config, arguments
 
 
-def _started(instruction: Instruction) -> tuple[str, ...]:
+def _program_arguments(instruction: Instruction) -> tuple[str, ...]:
     """Return the arguments of CMD or ENTRYPOINT."""
     if (words := instruction.exec_form) is not None:
         return tuple(words)

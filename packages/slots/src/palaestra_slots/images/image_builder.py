@@ -81,7 +81,7 @@ class ImageBuilder:
             if answer.returncode == 0:
                 self._tool = command
                 return command
-            silent.append(f"{shlex.join(command)} does not answer: {_reason(answer.text)}")
+            silent.append(f"{shlex.join(command)} does not answer: {_error_line(answer.text)}")
         reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         named = recipe.docker_image
         pull = f"pull it without one (`palaestra images pull {named}`), " if named and is_image_name(named) else ""
@@ -170,7 +170,7 @@ async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
     return _config(json.loads(shown.stdout))
 
 
-def _reason(text: str) -> str:
+def _error_line(text: str) -> str:
     """Return the line of a tool's output that names the error: `docker info` prints other facts around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search("cannot|error|denied|refused|failed", line, re.IGNORECASE)]

@@ -94,7 +94,7 @@ async def _build(
         known = variables(config, arguments)
         if each.name == "RUN":
             try:
-                output = await _run(slot, each, config, known, shell, recipe.build_timeout_s)
+                output = await _run_instruction(slot, each, config, known, shell, recipe.build_timeout_s)
             except PrepareError as error:  # `curl … | sh` succeeds without a network; the error comes later
                 if unreached:
                     raise PrepareError(f"{error}\n{unreached}") from None
@@ -120,7 +120,7 @@ async def _build(
     return config
 
 
-async def _run(
+async def _run_instruction(
     slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], shell: list[str], timeout_s: float
 ) -> str:
     """Run a command and return its output."""
@@ -151,7 +151,7 @@ async def _run(
 
 async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], context: Path) -> None:
     """Copy files of the build context into the slot as one tar archive."""
-    sources, place, into = _places(each, config, known)
+    sources, place, into = _copy_paths(each, config, known)
     into = await _into(slot, place, into)
     documents = {document.name: document for document in each.heredocs}
     packed = io.BytesIO()
@@ -162,13 +162,13 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[
                 _add_document(archive, documents[name], join(place, name) if into else place, known)
                 continue
             for path in _matching(context, source, each):
-                _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
+                _add_path(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
     # By default, tar gives existing directories, such as /usr, the mode and owner that they have in the archive.
     await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-C", "/"], each, packed.getvalue())
-    await _own(slot, each, place, known)
+    await _change_owner(slot, each, place, known)
 
 
-def _places(each: Instruction, config: ImageConfig, known: dict[str, str]) -> tuple[list[str], str, bool]:
+def _copy_paths(each: Instruction, config: ImageConfig, known: dict[str, str]) -> tuple[list[str], str, bool]:
     """Return the sources of a COPY, its target, and whether files are copied into the target."""
     words = [expand(word, known) for word in each.words()]
     if len(words) < 2:
@@ -183,7 +183,7 @@ async def _into(slot: Slot, place: str, into: bool) -> bool:
     return into or (await slot.execute(["/bin/sh", "-c", '[ -d "$1" ]', "sh", place], cwd="/", spill=False)).success
 
 
-async def _own(slot: Slot, each: Instruction, place: str, known: dict[str, str]) -> None:
+async def _change_owner(slot: Slot, each: Instruction, place: str, known: dict[str, str]) -> None:
     owner = expand(each.flags.get("chown", ""), known)
     if owner:
         await _must(slot, ["chown", "-R", owner, place], each)
@@ -205,7 +205,7 @@ tar -C /tmp/palaestra-copy -cf /tmp/palaestra-copy.tar .
 
 async def _copy_built(slot: Slot, source: Slot, each: Instruction, config: ImageConfig, known: dict[str, str]) -> None:
     """Copy files of another stage's slot into the slot."""
-    sources, place, into = _places(each, config, known)
+    sources, place, into = _copy_paths(each, config, known)
     into = await _into(slot, place, into)
     names = " ".join(_pattern(normpath(join("/", name))) for name in sources)
     script = f"set -- {shlex.quote(place)} '{'yes' if into else ''}' {names}\n{_GATHER}"
@@ -221,7 +221,7 @@ async def _copy_built(slot: Slot, source: Slot, each: Instruction, config: Image
     mode = each.flags.get("chmod", "")
     if re.fullmatch("[0-7]{3,4}", mode):
         await _must(slot, ["chmod", "-R", mode, place], each)
-    await _own(slot, each, place, known)
+    await _change_owner(slot, each, place, known)
 
 
 def _pattern(path: str) -> str:
@@ -244,7 +244,7 @@ def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:
     yield from found
 
 
-def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -> None:
+def _add_path(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -> None:
     mode = int(each.flags["chmod"], 8) if re.fullmatch("[0-7]{3,4}", each.flags.get("chmod", "")) else None
 
     def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:

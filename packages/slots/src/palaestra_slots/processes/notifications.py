@@ -98,7 +98,7 @@ class Follower:
             await self._follow()
         except ProcessLookupError:
             self._session.lose(FORGOTTEN)
-            self._add("lost", self._session.lost)
+            self._add_notice("lost", self._session.lost)
         except InfraError as error:  # the next request about the session raises it
             logger.debug("%s is no longer followed: %s", self._session.id, error)
 
@@ -151,7 +151,7 @@ class Follower:
         self._last_match = now
         self._matches += 1
         stop = " (the search for the patterns has ended)" if self._matches == MAX_MATCHES else ""
-        self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
+        self._add_notice("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
         """Describe the matches and the lost bytes that have not been reported, and reset their counts."""
@@ -163,16 +163,16 @@ class Follower:
 
     def _add_progress(self) -> None:
         if self._since:
-            self._add("progress", self._since)
+            self._add_notice("progress", self._since)
             self._since = ""
 
     def _end(self, status: ProcessStatus) -> None:
         if counted := self._not_reported():
-            self._add("watch_match", counted.strip(" ()"))
+            self._add_notice("watch_match", counted.strip(" ()"))
         if self._watch.on_exit or self._watch.interval_s:
-            self._add("completion", self._since, status.exit_code)
+            self._add_notice("completion", self._since, status.exit_code)
 
-    def _add(self, kind: str, text: str, exit_code: int | None = None) -> None:
+    def _add_notice(self, kind: str, text: str, exit_code: int | None = None) -> None:
         code = "" if exit_code is None else f" with exit code {exit_code}"
         notice = f"{_WORDS.get(kind, kind)}{code}"
         self._session.notices.add(f"{notice}: {text.strip()}" if text.strip() else notice)

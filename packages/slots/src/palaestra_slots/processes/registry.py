@@ -137,7 +137,7 @@ class SessionTable:
         if running >= MAX_PROCESSES:
             raise BlockingIOError(errno.EAGAIN, f"{MAX_PROCESSES} background processes are running; kill one first")
         if running + len(ended) >= MAX_PROCESSES:
-            await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
+            await self._forget_session(min(ended, key=lambda session: session.ended_at or session.started_at))
 
     async def prune(self, task_id: str | None) -> None:
         """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago."""
@@ -145,9 +145,9 @@ class SessionTable:
         expired = self._clock.wall() - FINISHED_TTL_SECONDS
         for session in self.of(task_id):
             if session.ended_at is not None and session.ended_at < expired:
-                await self._forget(session)
+                await self._forget_session(session)
 
-    async def _forget(self, session: ProcessSession) -> None:
+    async def _forget_session(self, session: ProcessSession) -> None:
         self._all.pop(session.id, None)
         if session.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -223,7 +223,7 @@ class ProcessRegistry:
         started_at = self._clock.wall()
         size = TERMINAL_SIZE if use_pty else None
         chosen = replace(watch or Watch(), on_exit=True) if self._report_ends else watch or Watch()
-        process, status = await self._started(slot.spawn(command, cwd=cwd, env=environment, terminal=size))
+        process, status = await self._start_process(slot.spawn(command, cwd=cwd, env=environment, terminal=size))
         session = ProcessSession(
             self._table.new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at,
             process, status, chosen,
@@ -245,34 +245,34 @@ class ProcessRegistry:
     # reply's status is `not_found`.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
-        return await self._do(session_id, task_id, lambda session: session.poll(since))
+        return await self._with_session(session_id, task_id, lambda session: session.poll(since))
 
     async def read_log(
         self, session_id: str, offset: int = 0, limit: int = 200, *, task_id: str | None = None
     ) -> Reply:
-        return await self._do(session_id, task_id, lambda session: session.log(offset, limit))
+        return await self._with_session(session_id, task_id, lambda session: session.log(offset, limit))
 
     async def wait(
         self, session_id: str, timeout_s: float | None = None, *, limit_s: float = 180.0, task_id: str | None = None
     ) -> Reply:
-        return await self._do(session_id, task_id, lambda session: session.wait(timeout_s, limit_s))
+        return await self._with_session(session_id, task_id, lambda session: session.wait(timeout_s, limit_s))
 
     async def kill_process(self, session_id: str, *, task_id: str | None = None) -> Reply:
-        return await self._do(session_id, task_id, ProcessSession.kill)
+        return await self._with_session(session_id, task_id, ProcessSession.kill)
 
     async def write_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
         text = data.encode(errors="replace")
-        return await self._do(session_id, task_id, lambda session: session.write(text, end=end))
+        return await self._with_session(session_id, task_id, lambda session: session.write(text, end=end))
 
     async def submit_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
         text = data.encode(errors="replace")
-        return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
+        return await self._with_session(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
         """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago. Returns a summary of each remaining
         session, oldest first."""
         await self._table.prune(task_id)
-        found = (_reply(session, ProcessSession.summary) for session in self._table.of(task_id))
+        found = (_run_action(session, ProcessSession.summary) for session in self._table.of(task_id))
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
@@ -304,7 +304,7 @@ class ProcessRegistry:
 
         async def kill(session: ProcessSession) -> bool:
             try:
-                return bool((await _reply(session, ProcessSession.kill))["status"] == "killed")
+                return bool((await _run_action(session, ProcessSession.kill))["status"] == "killed")
             except (SlotLost, StaleLease) as error:
                 session.lose(f"its slot is gone ({error})")
                 return False
@@ -327,7 +327,7 @@ class ProcessRegistry:
         """Drop all sessions of a task, because the task's slot has ended."""
         self._table.drop(task_id)
 
-    async def _started(self, spawning: Awaitable[Process]) -> _Started:
+    async def _start_process(self, spawning: Awaitable[Process]) -> _Started:
         """Start a process and get its status. If the caller is cancelled, the process is killed."""
 
         async def start() -> _Started:
@@ -364,11 +364,11 @@ class ProcessRegistry:
             with _known_lock:
                 _known.add(self)
 
-    async def _do(
+    async def _with_session(
         self, session_id: str, task_id: str | None, action: Callable[[ProcessSession], Awaitable[Reply]]
     ) -> Reply:
         session = self.get(session_id, task_id)
-        return not_found(session_id) if session is None else await _reply(session, action)
+        return not_found(session_id) if session is None else await _run_action(session, action)
 
     def _on_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         self.notifications.add_event(session, kind, text, exit_code)
@@ -376,7 +376,7 @@ class ProcessRegistry:
         self._table.save()
 
 
-async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:
+async def _run_action(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:
     """Run an action and return its reply, which has the status `lost` if the process cannot be reached any more."""
     try:
         return await action(session)

@@ -202,7 +202,7 @@ class ProcessSession:
         """Return the process's status and a part of its output: the end of the output, or, if `since` is given, up to
         `MAX_NEW_BYTES` bytes after that cursor."""
         status = await self.refresh()
-        reply: Reply = {"session_id": self.id, "command": self.command, **_state(status)}
+        reply: Reply = {"session_id": self.id, "command": self.command, **_status_fields(status)}
         if since is None:
             reply |= await self._tail(status, "output_preview", PREVIEW_CHARS)
         else:
@@ -292,7 +292,7 @@ class ProcessSession:
         status = await self.refresh()
         started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
         reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
-        reply |= {**_state(status), "started_at": started, **({"detached": True} if self.detached else {})}
+        reply |= {**_status_fields(status), "started_at": started, **({"detached": True} if self.detached else {})}
         return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self.notices.take()
 
     async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
@@ -328,7 +328,7 @@ class ProcessSession:
             await end_tasks(ending)
 
 
-def _state(status: ProcessStatus) -> Reply:
+def _status_fields(status: ProcessStatus) -> Reply:
     reply: Reply = {"status": _word(status), "pid": status.pid, "uptime_seconds": int(status.duration_s)}
     return reply if status.running else reply | {"exit_code": status.exit_code}
 

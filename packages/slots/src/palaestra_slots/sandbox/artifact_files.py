@@ -138,7 +138,7 @@ async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
     if not path or "\0" in path:
         raise ValueError("the path is empty or contains a NUL character")
     # Links are followed here and not by the slot, which would follow one out of the workspace.
-    here, left, links = WORKSPACE, _parts(path, path), 0
+    here, left, links = WORKSPACE, _names_in_workspace(path, path), 0
     info = await _stat(slot, here, path)
     while left:
         here = posixpath.join(here, left.pop(0))
@@ -148,7 +148,7 @@ async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
             if links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, "too many links", path)
             target = posixpath.join(posixpath.dirname(here), info.target)
-            here, left = WORKSPACE, _parts(posixpath.join(target, *left), path)
+            here, left = WORKSPACE, _names_in_workspace(posixpath.join(target, *left), path)
             info = await _stat(slot, here, path)
     return here, info
 
@@ -160,7 +160,7 @@ async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
     return info
 
 
-def _parts(path: str, asked: str) -> list[str]:
+def _names_in_workspace(path: str, asked: str) -> list[str]:
     """Split a path into its names below the workspace. Raises PermissionError if the path leads out of the
     workspace."""
     whole = posixpath.normpath(posixpath.join(WORKSPACE, path))

@@ -74,7 +74,7 @@ class CreationGate:
             await asyncio.sleep(min(wait_s, 1.0))
 
     async def _change(self, gap: Callable[[float], float], *, pause: bool = False) -> None:
-        if not pause and not self._file.exists():
+        if not pause and not self._state_path.exists():
             return
         async with self._locked() as state:
             state["gap"] = gap(state["gap"])
@@ -90,7 +90,7 @@ class CreationGate:
             raise ConfigError(f"{self._folder} is not a directory that only you can write to: remove it, or set TMPDIR")
 
     @property
-    def _file(self) -> Path:
+    def _state_path(self) -> Path:
         return self._folder / f"{self._name}.json"
 
     @contextlib.asynccontextmanager
@@ -99,14 +99,14 @@ class CreationGate:
         self._make_folder()
         async with file_lock(self._folder / f"{self._name}.lock", poll_s=_POLL_S):
             try:
-                state = json.loads(self._file.read_text())
+                state = json.loads(self._state_path.read_text())
             except (OSError, ValueError):
                 state = {"next": 0.0, "gap": 0.0}
             yield state
             # By a rename, so that a process that dies here leaves the former state whole.
-            temporary = self._file.with_suffix(f".{os.getpid()}")
+            temporary = self._state_path.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(state))
-            temporary.replace(self._file)
+            temporary.replace(self._state_path)
 
     @contextlib.asynccontextmanager
     async def _place(self, most: int) -> AsyncIterator[None]:

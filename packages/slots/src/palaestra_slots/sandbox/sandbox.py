@@ -121,7 +121,7 @@ class Sandbox:
             allowed = network if isinstance(network, AllowList) else Network(network)
         except ValueError:
             raise ConfigError(f'network must be "off", "on" or a list of hosts, not {network!r:.100}') from None
-        self._spec = SlotSpec(image, allowed, limits, env=_pairs(env))
+        self._spec = SlotSpec(image, allowed, limits, env=_env_pairs(env))
         self._lowest, _ = levels(isolation)
         self._pool = pool
         self._snapshot = snapshot
@@ -299,7 +299,7 @@ def size_in_bytes(size: str | int) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _pairs(env: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+def _env_pairs(env: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     if env is not None and not isinstance(env, Mapping):
         raise ConfigError(f"env must be a mapping of names to strings, not {env!r:.100}")
     return tuple((env or {}).items())

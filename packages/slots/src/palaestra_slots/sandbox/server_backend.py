@@ -52,8 +52,8 @@ class LevelRequest:
         allowed = [rung for rung in wanted if rung >= (self.required or rung)]
         if not allowed:
             raise ConfigError(
-                f"{_name(self.wanted)} isolation is requested, but {_name(self.required)} or better is required: "
-                "change isolation, or do not require a sandbox"
+                f"{_level_name(self.wanted)} isolation is requested, but {_level_name(self.required)} or better is "
+                "required: change isolation, or do not require a sandbox"
             )
         return allowed
 
@@ -172,8 +172,8 @@ class ServerBackend(StartedBackend):
         """Start at one level and prove it. Returns None, or the reason for a failure, after which nothing is left
         running."""
         try:
-            await self._start(rung)
-            hello = self._running().hello
+            await self._start_at_level(rung)
+            hello = self._running_server().hello
             if not hello.get("leases"):  # the level of a service with leases was proved when the service was started
                 slot = await self.create(SlotSpec(), "proof")
                 is_root, accounts = hello.get("uid", os.geteuid()) == 0, self.image_has_accounts
@@ -188,7 +188,7 @@ class ServerBackend(StartedBackend):
             raise
         return None
 
-    async def _start(self, rung: Rung) -> None:
+    async def _start_at_level(self, rung: Rung) -> None:
         self._rung = rung
         await self._start_server(rung)
 
@@ -236,7 +236,7 @@ class ServerBackend(StartedBackend):
                 await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
                 raise IsolationUnavailable(shared)
             _warn_once(shared)
-        return self._add(server, requests, made, spec, trajectory_id)
+        return self._register_slot(server, requests, made, spec, trajectory_id)
 
     def _check(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
         """Raise `ConfigError` if the backend cannot make such a slot at its level."""
@@ -262,7 +262,7 @@ class ServerBackend(StartedBackend):
         """Return the fields that describe a slot to the next client, if the server keeps slots for its next client."""
         return {}
 
-    def _add(
+    def _register_slot(
         self, server: SlotClient, requests: Requests, lease: Mapping[str, JSON], spec: SlotSpec, trajectory_id: str
     ) -> LocalSlot:
         name, epoch = lease["slot"], lease["epoch"]
@@ -273,7 +273,7 @@ class ServerBackend(StartedBackend):
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and its processes (a pidfd proves that they are gone), and return a snapshot whose topmost layer
         is the slot's changes, limited to `view`."""
-        ours = self._own(slot)
+        ours = self._local_slot(slot)
         fields = {**ours.lease(), "view": _view(view)}
         # Before the request, so that no call of the holder reaches a slot that is being sealed.
         ours.release()
@@ -286,7 +286,7 @@ class ServerBackend(StartedBackend):
         Files that have not changed since the slot's last checkpoint are shared with that checkpoint, so the cost grows
         with the changes since then. Raises `SandboxError` if a process does not stop, and at levels below `userns`.
         """
-        ours = self._own(slot)
+        ours = self._local_slot(slot)
         return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
@@ -306,16 +306,16 @@ class ServerBackend(StartedBackend):
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
         link for each file in the topmost layer, or copies the layer to memory if it was loaded from disk."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
-        return snapshot_of(await self._running().make("view", fields, forget_topmost), snapshot.spec)
+        return snapshot_of(await self._running_server().make("view", fields, forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer, sorted by path."""
-        found = await self._running().listing("layer_changes", {"layers": list(snapshot.layers)})
+        found = await self._running_server().listing("layer_changes", {"layers": list(snapshot.layers)})
         return [Change(**change) for change in found]
 
     async def destroy(self, slot: Slot) -> None:
         """End the slot and drop its files. Does nothing if the slot is already gone."""
-        ours = self._own(slot)
+        ours = self._local_slot(slot)
         if ours.released:
             return
         fields = ours.lease()
@@ -327,11 +327,11 @@ class ServerBackend(StartedBackend):
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer once no slot uses that layer. Does nothing if the layer is already
         gone."""
-        await self._forget(snapshot.layers[:1])
+        await self._forget_layers(snapshot.layers[:1])
 
-    async def _forget(self, layers: Sequence[str]) -> None:
+    async def _forget_layers(self, layers: Sequence[str]) -> None:
         if self._server is not None:
-            await self._running().call("forget", {"layers": list(layers)})
+            await self._running_server().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the current counts, as `Backend.stats` describes."""
@@ -342,19 +342,19 @@ class ServerBackend(StartedBackend):
         are lost."""
         # Several callers may find the server dead, but only one may start it again.
         async with self._restarting:
-            server, rung = self._running(), self.rung
+            server, rung = self._running_server(), self.rung
             if server.ended:
                 self._slots.clear()
                 await server.aclose()
-                await self._start(rung)
-            return self._running()
+                await self._start_at_level(rung)
+            return self._running_server()
 
-    def _running(self) -> SlotClient:
+    def _running_server(self) -> SlotClient:
         if self._server is None:
             raise SandboxError(f"the {self.name} backend is not running; call start() first")
         return self._server
 
-    def _own(self, slot: Slot) -> LocalSlot:
+    def _local_slot(self, slot: Slot) -> LocalSlot:
         if not isinstance(slot, LocalSlot):
             raise TypeError(f"{slot!r} is not a slot of the {self.name} backend")
         return slot
@@ -375,7 +375,7 @@ def _warn_once(note: str) -> None:
         _log.warning("%s", note)
 
 
-def _name(rung: Rung | None) -> str:
+def _level_name(rung: Rung | None) -> str:
     return "any" if rung is None else rung.label
 
 

@@ -90,7 +90,7 @@ class OneThread:
                 loop.call_soon_threadsafe(tell)
 
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run_calls, name=self._name, daemon=True)
             self._thread.start()
         self._calls.put(work)
         await ended
@@ -102,7 +102,7 @@ class OneThread:
         """Let the thread end after the call in progress. Idempotent."""
         self._calls.put(None)
 
-    def _run(self) -> None:
+    def _run_calls(self) -> None:
         while (work := self._calls.get()) is not None:
             work()
             del work  # frees the call's arguments before the thread waits for the next call

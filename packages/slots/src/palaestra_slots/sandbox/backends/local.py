@@ -151,10 +151,10 @@ class LocalBackend(ServerBackend):
 
     def leases(self) -> list[Slot]:
         """Return the slots that a service held when this backend attached to it, under new leases."""
-        server, found = self._running(), []
+        server, found = self._running_server(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = decode_lease(lease["about"])
-            found.append(self._add(server, server, lease, spec, trajectory_id))
+            found.append(self._register_slot(server, server, lease, spec, trajectory_id))
         return list(found)
 
     @property
@@ -171,7 +171,7 @@ class LocalBackend(ServerBackend):
     @property
     def server_pid(self) -> int:
         """The pid of the process that watches the slot server, or of the service."""
-        return self._running().pid
+        return self._running_server().pid
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         image = await self._image(spec)
@@ -211,7 +211,7 @@ class LocalBackend(ServerBackend):
         """Copy a snapshot, with whiteouts and owners, to an empty folder on this machine. Returns the total size of the
         snapshot's files in bytes."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
-        reply = await self._running().call("save", fields)
+        reply = await self._running_server().call("save", fields)
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
@@ -227,7 +227,7 @@ class LocalBackend(ServerBackend):
         return snapshot
 
     async def forget(self, snapshot: Snapshot) -> None:
-        await self._forget(self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1]))
+        await self._forget_layers(self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1]))
 
 
 def _is_plain(path: str) -> bool:

@@ -212,7 +212,7 @@ def make_backend(names: str, config: JSON) -> Backend:
     Raises `ConfigError` for an unknown name, a package that cannot be loaded, and settings that the backend rejects.
     """
     if names == "local":
-        return _load(names, config)
+        return _load_backend(names, config)
     from palaestra_slots.sandbox.backends import spread  # a local run needs no part of this import
 
     wanted = spread.parse_names(names)
@@ -233,14 +233,14 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
                 f"the backend {name} has no hosts: leave them out of tool_pool_mode, or use {' or '.join(_HOSTS)}"
             )
         config = config.model_copy(update={_HOSTS[name]: list(wanted.hosts)})
-    backend = _load(name, config)
+    backend = _load_backend(name, config)
     if isinstance(backend, RemoteBackend):
         backend.gate = CreationGate(name, per_s=config.creates_per_s, most=config.max_starting)
         backend.hosts.drain_file = None if config.drain_file is None else local_path(config.drain_file)
     return backend
 
 
-def _load(name: str, config: JSON) -> Backend:
+def _load_backend(name: str, config: JSON) -> Backend:
     if reference := BUILTIN.get(name):
         from importlib.metadata import EntryPoint  # a slow import that a command line needs only if it has no mistake
 

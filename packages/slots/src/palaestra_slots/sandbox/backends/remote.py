@@ -431,7 +431,7 @@ class RemoteBackend(StartedBackend):
                 if snapshot is not None:
                     raise
                 if tried >= set(self.hosts.names):
-                    if again or not self._started or not await self._answers():
+                    if again or not self._started or not await self._wait_for_host():
                         raise
                     again = True
                     tried.clear()
@@ -443,7 +443,7 @@ class RemoteBackend(StartedBackend):
                 place.starting -= 1
                 await self._tidy()
 
-    async def _answers(self) -> bool:
+    async def _wait_for_host(self) -> bool:
         """Wait up to `away_s` seconds until a host answers. Returns False if none does."""
         begun, noted = time.monotonic(), False
         while time.monotonic() - begun < self.away_s:

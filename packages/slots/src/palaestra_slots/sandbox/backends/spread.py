@@ -171,7 +171,7 @@ class SpreadBackend(StartedBackend):
         tried: list[Part] = []
         errors: list[Exception] = []
         while True:
-            part = self._choose(tried)
+            part = self._next_part(tried)
             if part is None:
                 # The first error is that of the backend which had most room, so it says why the usual place failed.
                 raise errors[0] if errors else SandboxError("no backend has room for a slot")
@@ -183,7 +183,7 @@ class SpreadBackend(StartedBackend):
                 if not isinstance(error, ConfigError):  # a ConfigError is a fault of the spec, not of the backend
                     self._leave_out(part, error)
 
-    def _choose(self, tried: Sequence[Part]) -> Part | None:
+    def _next_part(self, tried: Sequence[Part]) -> Part | None:
         """Return the next backend to try; None if no untried backend has room. A backend that is left out is tried only
         if there is no other."""
         left = [part for part in self._parts if part not in tried and part.share < 1]

@@ -135,7 +135,7 @@ class ImageStore:
     def _stated(self, digest: str, path: str) -> dict[str, str]:
         """Return the image's variables from its record. Records of earlier versions lack them."""
         with contextlib.suppress(OSError, ValueError, KeyError), open(f"{self._folder}/{digest}.json") as file:
-            return _variables(json.load(file)["env"])
+            return _image_variables(json.load(file)["env"])
         return _stated(path)
 
     def _digest(self, path: str) -> str:
@@ -192,7 +192,7 @@ class ImageStore:
         for digest, _, size in records:
             if total <= self._max_bytes:
                 return
-            if self._remove(digest):
+            if self._remove_image(digest):
                 total -= size
         if total > self._max_bytes:
             _log.warning(
@@ -210,7 +210,7 @@ class ImageStore:
                     with open(path, encoding="utf-8") as file:
                         yield name.removesuffix(".json"), os.stat(path).st_mtime, int(json.load(file)["bytes"])
 
-    def _remove(self, digest: str) -> bool:
+    def _remove_image(self, digest: str) -> bool:
         final = f"{self._folder}/{digest}"
         lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -242,12 +242,12 @@ def _write(path: str, text: str) -> None:
 def _stated(path: str) -> dict[str, str]:
     """Return the variables that the image at a path states. An image need not have a configuration."""
     try:
-        return _variables((unpack.stated_config(path) or {}).get("Env"))
+        return _image_variables((unpack.stated_config(path) or {}).get("Env"))
     except (ImageError, AttributeError):
         return {}
 
 
-def _variables(stated: JSON) -> dict[str, str]:
+def _image_variables(stated: JSON) -> dict[str, str]:
     """Return the variables in the words `NAME=VALUE` of an image's configuration; words of another form are left
     out. So are libraries that every program would load: the work can replace these files, and verdicts are made by
     programs in the slot."""

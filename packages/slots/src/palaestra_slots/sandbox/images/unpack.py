@@ -145,7 +145,7 @@ def layers(path: str) -> Iterator[Archive]:
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
             return
-        kind = _kind(path)
+        kind = _archive_kind(path)
         with Archive.open(path) as archive:  # opened again, because entries have been read already
             if kind == _LAYOUT:
                 yield from _of_layout(path, _member_opener(archive))
@@ -161,14 +161,14 @@ def stated_config(path: str) -> dict[str, JSON] | None:
     with _readable(path):
         if os.path.isdir(path):
             return _config_of_layout(path, _file_opener(path)) if is_layout(path) else None
-        kind = _kind(path)
+        kind = _archive_kind(path)
         if kind is None:
             return None
         with Archive.open(path) as archive:
             return (_config_of_layout if kind == _LAYOUT else _config_of_saved)(path, _member_opener(archive))
 
 
-def _kind(path: str) -> str | None:
+def _archive_kind(path: str) -> str | None:
     """Return how an archive holds an image, or None if it holds a root file system."""
     with Archive.open(path) as archive:
         names = _first_names(archive)
@@ -196,7 +196,7 @@ def identity(path: str) -> str:
     if os.path.isdir(path):
         try:
             with _file_opener(path)("index.json") as file:
-                return str(_choose(_load(file))["digest"]).rpartition(":")[2]
+                return str(_entry_for_machine(_parse_object(file))["digest"]).rpartition(":")[2]
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ImageError):
                 raise
@@ -220,13 +220,13 @@ def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
 
 def _layout_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("index.json") as file:
-        entry = _choose(_load(file))
+        entry = _entry_for_machine(_parse_object(file))
     while True:
         with _checked(open_blob, entry["digest"], path) as file:
-            manifest = _load(file)
+            manifest = _parse_object(file)
         if "layers" in manifest:
             return manifest
-        entry = _choose(manifest)  # an index in the index: one image for several machines
+        entry = _entry_for_machine(manifest)  # an index in the index: one image for several machines
 
 
 def _config_of_layout(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
@@ -234,7 +234,7 @@ def _config_of_layout(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
     if not entry:
         return None
     with _checked(open_blob, entry["digest"], path) as file:
-        return dict(_load(file).get("config") or {})
+        return dict(_parse_object(file).get("config") or {})
 
 
 def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
@@ -256,7 +256,7 @@ def _config_of_saved(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
     if not name:
         return None
     with open_blob(name) as file:
-        return dict(_load(file).get("config") or {})
+        return dict(_parse_object(file).get("config") or {})
 
 
 def _layer(file: IO[bytes], path: str) -> Iterator[Archive]:
@@ -308,7 +308,7 @@ def architecture() -> str:
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
-def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
+def _entry_for_machine(index: dict[str, JSON]) -> dict[str, JSON]:
     """Return the index's entry for this machine's architecture. If the index has only one entry, return that entry,
     whatever its architecture. Raises `ImageError` if there is no such entry."""
     entries: list[dict[str, JSON]] = index["manifests"]
@@ -326,7 +326,7 @@ def _parse(file: IO[bytes]) -> JSON:
         raise KeyError("it is nested too deeply") from None
 
 
-def _load(file: IO[bytes]) -> dict[str, JSON]:
+def _parse_object(file: IO[bytes]) -> dict[str, JSON]:
     loaded = _parse(file)
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
@@ -457,7 +457,7 @@ class Unpacking:
 
     def _put(self, layer: Archive, member: tarfile.TarInfo, path: str) -> None:
         folder, _, name = path.rpartition("/")
-        parent = self._enter(folder)
+        parent = self._folder_descriptor(folder)
         # Marks of an image layer. Source: "Representing Changes" in the OCI image specification, layer.md.
         if self._as_image and name == _OPAQUE:
             self._clear(parent, folder)
@@ -465,7 +465,7 @@ class Unpacking:
             hidden = name[len(_WHITEOUT) :]
             if hidden in ("", ".", ".."):
                 raise ImageError(f"{self._image} is not valid: it has a whiteout of {hidden!r}")
-            _remove(parent, hidden)
+            _remove_entry(parent, hidden)
         elif member.isdir():
             self._put_directory(parent, name, path, member)
         else:
@@ -473,12 +473,12 @@ class Unpacking:
         self._note(path)
 
     def _put_directory(self, parent: int, name: str, path: str, member: tarfile.TarInfo) -> None:
-        status = _status(parent, name)
+        status = _stat_or_none(parent, name)
         if status is not None and stat.S_ISLNK(status.st_mode):
             with contextlib.suppress(OSError), self._opened(path, os.O_PATH | os.O_DIRECTORY):
                 return  # as with `bin -> usr/bin`: entries go to the directory behind the link
         if status is None or not stat.S_ISDIR(status.st_mode):
-            _remove(parent, name)
+            _remove_entry(parent, name)
             self._make(parent, name, 0o700)
         member.pax_headers = {}  # may take 1 MiB
         self._directories[path] = member
@@ -486,7 +486,7 @@ class Unpacking:
     def _put_other(self, layer: Archive, member: tarfile.TarInfo, parent: int, name: str) -> None:
         if self._as_image and (member.ischr() or member.isblk()):
             return
-        _remove(parent, name)
+        _remove_entry(parent, name)
         if member.issym():
             os.symlink(member.linkname, name, dir_fd=parent)
             if self._as_image and os.geteuid() == 0:
@@ -530,8 +530,8 @@ class Unpacking:
             path = f"{folder}/{name}" if folder else name
             # An opaque mark hides only lower layers, wherever it stands among the entries of its own (layer.md).
             if hash(path) not in self._made:
-                _remove(parent, name)
-            elif (status := _status(parent, name)) is not None and stat.S_ISDIR(status.st_mode):
+                _remove_entry(parent, name)
+            elif (status := _stat_or_none(parent, name)) is not None and stat.S_ISDIR(status.st_mode):
                 with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                     self._clear(fd, path)
 
@@ -540,7 +540,7 @@ class Unpacking:
             self._made.add(hash(path))
             path = path.rpartition("/")[0]
 
-    def _enter(self, folder: str) -> int:
+    def _folder_descriptor(self, folder: str) -> int:
         """Return a descriptor of the directory for the next entries, and make the directory if it is missing."""
         if self._parent is None or self._parent[0] != folder:
             self._leave_parent()
@@ -622,16 +622,16 @@ def _unpack_plain(file: IO[bytes], directory: str, name: str, max_bytes: int) ->
         unpacking.close()
 
 
-def _remove(parent: int, name: str) -> None:
+def _remove_entry(parent: int, name: str) -> None:
     """Remove an entry of a directory and everything below it if the entry exists."""
-    status = _status(parent, name)
+    status = _stat_or_none(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)
     elif status is not None:
         os.unlink(name, dir_fd=parent)
 
 
-def _status(parent: int, name: str) -> os.stat_result | None:
+def _stat_or_none(parent: int, name: str) -> os.stat_result | None:
     try:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:

@@ -412,7 +412,7 @@ class LocalProcess:
         return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
 
     async def status(self) -> ProcessStatus:
-        return _status(await self._call("wait", wait_s=0))
+        return _process_status(await self._call_process("wait", wait_s=0))
 
     async def read(
         self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0, stderr: bool = False
@@ -440,21 +440,21 @@ class LocalProcess:
         """Write to the process's input as fast as it reads. Raises BrokenPipeError if the process has closed its input
         or has ended. A cancelled call may have written a part."""
         for start in range(0, len(data), _PIECE_BYTES):
-            await self._call("input", data[start : start + _PIECE_BYTES], close=False)
+            await self._call_process("input", data[start : start + _PIECE_BYTES], close=False)
 
     async def close_input(self) -> None:
         """End the process's input if it is open; on a terminal, send the end-of-input character."""
         with contextlib.suppress(BrokenPipeError):
-            await self._call("input", close=True)
+            await self._call_process("input", close=True)
 
     async def signal(self, number: int) -> None:
         """Send a signal to the process group if the process is running."""
-        await self._call("signal", signal=int(signal.Signals(number)))
+        await self._call_process("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
         """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) if the process
         has no terminal."""
-        await self._call("resize", rows=size.rows, columns=size.columns)
+        await self._call_process("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
         """Wait until the process has ended or `timeout_s` seconds have passed; None means no limit. Returns the
@@ -462,7 +462,7 @@ class LocalProcess:
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
-            status = _status(await self._call("wait", wait_s=step))
+            status = _process_status(await self._call_process("wait", wait_s=step))
             left -= step
             if not status.running or left <= 0:
                 return status
@@ -470,25 +470,25 @@ class LocalProcess:
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
         """Kill the whole process tree: send SIGTERM to the process group, and SIGKILL to the rest of the tree after
         `grace_s` seconds or when the main process has ended. If `grace_s` is 0, send only SIGKILL."""
-        return _status(await self._call("kill", grace_s=grace_s))
+        return _process_status(await self._call_process("kill", grace_s=grace_s))
 
     async def forget(self) -> None:
         """Kill the process if it still runs, and drop its output."""
-        await self._call("dismiss")
+        await self._call_process("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
         extra: dict[str, JSON] = {"stderr": True} if stderr else {}
-        reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
+        reply = await self._call_process("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
         self.exit_code = reply.fields["exit_code"]
         start = int(reply.fields["start"])
         lost = max(0, start - cursor) if cursor >= 0 else 0
         return OutputPiece(reply.data, start, lost), bool(reply.fields["running"])
 
-    async def _call(self, op: str, data: bytes = b"", **fields: JSON) -> Frame:
+    async def _call_process(self, op: str, data: bytes = b"", **fields: JSON) -> Frame:
         return await self._slot.requests.call(op, {**self._slot.lease(), "process": self.process_id, **fields}, data)
 
 
-def _status(reply: Frame) -> ProcessStatus:
+def _process_status(reply: Frame) -> ProcessStatus:
     known = ("pid", "running", "exit_code", "started_s", "duration_s", "output_total_bytes", "terminal", "cpu_s",
              "max_rss_bytes", "full_output_path", "full_output_bytes")  # fmt: skip
     fields = {name: reply.fields[name] for name in known if name in reply.fields}

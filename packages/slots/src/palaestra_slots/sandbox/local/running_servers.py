@@ -48,7 +48,7 @@ def running_servers() -> list[RunningServer]:
     found = []
     for server in table.values():
         if server.name == "slotd" and server.first and os.geteuid() in (0, server.uid):
-            below = _below(server.pid, children)
+            below = _descendants(server.pid, children)
             slots = sum(table[pid].name == "slot-init" and table[pid].first for pid in below)
             reaper = table.get(server.parent)
             # Start times count from boot and go on while a machine sleeps, unlike CLOCK_MONOTONIC. Source:
@@ -59,7 +59,7 @@ def running_servers() -> list[RunningServer]:
     return sorted(found, key=lambda server: -server.age_s)
 
 
-def _below(pid: int, children: dict[int, list[int]]) -> list[int]:
+def _descendants(pid: int, children: dict[int, list[int]]) -> list[int]:
     found, pending = [], [pid]
     while pending:
         for child in children.get(pending.pop(), []):

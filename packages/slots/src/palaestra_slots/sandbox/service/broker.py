@@ -81,7 +81,7 @@ class Broker:
         except (OSError, ValueError, frames.ProtocolError):
             pass  # the visitor is gone, or does not follow the protocol
         finally:
-            self._leave(visitor)
+            self._drop_visitor(visitor)
             writer.close()
 
     async def _on_visitor(self, visitor: Visitor, frame: Frame) -> None:
@@ -121,13 +121,13 @@ class Broker:
         """Give a lease a new epoch, so that its former holder is refused from now on. Drop the lease if the slot server
         does not renew it."""
         lease = self._leases[name]
-        answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
+        answer = await self._send_request({"op": "renew", "slot": name, "epoch": lease["epoch"]})
         if answer.kind is FrameKind.RESULT:
             lease["epoch"] = answer.fields["epoch"]
         else:
             self._leases.pop(name, None)
 
-    def _leave(self, visitor: Visitor) -> None:
+    def _drop_visitor(self, visitor: Visitor) -> None:
         """Cancel a visitor's commands and drop its snapshots; its slots stay."""
         for number in visitor.numbers.values():
             self._below.write(frames.encode(FrameKind.CANCEL, number))
@@ -143,7 +143,7 @@ class Broker:
 
     # The slot server's side
 
-    async def _ask(self, fields: dict[str, JSON]) -> Frame:
+    async def _send_request(self, fields: dict[str, JSON]) -> Frame:
         number = next(self._numbers)
         self._own[number] = asyncio.get_running_loop().create_future()
         self._below.write(frames.encode(FrameKind.REQUEST, number, fields))

@@ -68,7 +68,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
     attached, and `IsolationUnavailable` if the service cannot be started or runs at another isolation level."""
     async with _turn(path):
         if not _listens(path):
-            await _start(path, rung, settings)
+            await _start_service(path, rung, settings)
         server = await SlotClient.attach(str(path), on_lost)
     if server.hello["rung"] != rung:
         await server.aclose()
@@ -129,7 +129,7 @@ async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
     return gone
 
 
-async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
+async def _start_service(path: Path, rung: str, settings: dict[str, JSON]) -> None:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -176,7 +176,7 @@ def make_directory(root: int, path: str, owner: int) -> None:
 
 def make_link(root: int, path: str, target: str, owner: int) -> None:
     """Make a symbolic link and its parent directories, replacing a file or link. The target may be any path."""
-    folder, name = posixpath.split(_plain(absolute(path)))
+    folder, name = posixpath.split(_normalized(absolute(path)))
     parent = _make_folders(root, folder, owner)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -198,7 +198,7 @@ def describe(root: int, path: str, owner: int) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return _entry(_plain(path), os.fstat(fd), fd, "", owner)
+        return _entry(_normalized(path), os.fstat(fd), fd, "", owner)
     finally:
         os.close(fd)
 
@@ -220,7 +220,7 @@ def list_directory(root: int, path: str, owner: int) -> Generator[None, None, li
                     continue
                 with contextlib.suppress(FileNotFoundError):  # a program of the slot removed it in the meantime
                     status = entry.stat(follow_symlinks=False)
-                    found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name, owner))
+                    found.append(_entry(_normalized(f"{path}/{entry.name}"), status, fd, entry.name, owner))
     finally:
         os.close(fd)
     return found
@@ -228,7 +228,7 @@ def list_directory(root: int, path: str, owner: int) -> Generator[None, None, li
 
 def remove(root: int, path: str) -> Iterator[None]:
     """Remove, as a job, the entry at a path if it exists. Raises OSError, for example if it is nested too deeply."""
-    path = _plain(absolute(path))
+    path = _normalized(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
         raise OSError(errno.EBUSY, "the root cannot be removed", path)
@@ -237,7 +237,7 @@ def remove(root: int, path: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         return
     try:
-        yield from _remove(parent, name)
+        yield from _remove_tree(parent, name)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     finally:
@@ -254,7 +254,7 @@ def unlink(root: int, path: str) -> None:
         os.close(parent)
 
 
-def _remove(parent: int, name: str) -> Iterator[None]:
+def _remove_tree(parent: int, name: str) -> Iterator[None]:
     """Remove a tree depth first, without recursion; only the directories from the top to the current one are open.
     Ignores entries that another process removes meanwhile."""
     try:
@@ -265,14 +265,14 @@ def _remove(parent: int, name: str) -> Iterator[None]:
     # For a directory, Linux answers EISDIR and POSIX EPERM. Source: unlink(2).
     except (IsADirectoryError, PermissionError):
         trail: list[tuple[str, int, list[str]]] = []
-        yield from _enter(parent, name, trail)
+        yield from _remove_files_in(parent, name, trail)
     try:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
                 if len(trail) == MAX_NESTED:  # each open directory takes one of the server's descriptors
                     raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
-                yield from _enter(fd, folders.pop(), trail)
+                yield from _remove_files_in(fd, folders.pop(), trail)
             else:
                 os.close(trail.pop()[1])
                 with contextlib.suppress(FileNotFoundError):
@@ -283,7 +283,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
             os.close(fd)
 
 
-def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
+def _remove_files_in(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
     """Remove all entries of a directory except subdirectories; append the open directory and the names of its
     subdirectories to `trail`."""
     try:
@@ -317,7 +317,7 @@ def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tu
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         parent = _make_folders(root, folder or "/", owner) if make_folders else _open_folder(root, folder or "/")
         try:
-            status = _status(parent, name)
+            status = _stat_or_none(parent, name)
             is_link = status is not None and stat.S_ISLNK(status.st_mode)
             target = os.readlink(name, dir_fd=parent) if is_link else ""
         except OSError as error:
@@ -373,14 +373,14 @@ def _refuse_proc(fd: int, path: str) -> None:
         raise PermissionError(errno.EPERM, "files of /proc can be read only by a command in the slot", path)
 
 
-def _status(folder: int, name: str) -> os.stat_result | None:
+def _stat_or_none(folder: int, name: str) -> os.stat_result | None:
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
 
 
-def _plain(path: str) -> str:
+def _normalized(path: str) -> str:
     """Return a path without `.`, `..` and double slashes, even at the start, where POSIX would keep two."""
     return posixpath.normpath(f"/{path.lstrip('/')}")
 

@@ -83,7 +83,7 @@ class SlotServer:
         self._handover = handover
         if handover is not None:
             handover.setblocking(False)
-        self._connection = FrameConnection(self.loop, stream, self._on_frame, self._stop)
+        self._connection = FrameConnection(self.loop, stream, self._on_frame, self._end_loop)
         self._open_driver = open_driver
         self._driver: AnyDriver
         self._replies = Replies(self._connection)
@@ -102,7 +102,7 @@ class SlotServer:
             **dict.fromkeys(server_slot.OPERATIONS, self._in_slot),
         }  # fmt: skip
 
-    def _stop(self) -> None:
+    def _end_loop(self) -> None:
         """End the loop, because the client is gone. Every slot ends with this process."""
         self.loop.running = False
 
@@ -213,7 +213,7 @@ class SlotServer:
         if (group := frame.fields.get("group")) is not None:
             self._groups.enter(slot.name, group[0])
         if change is None:
-            self._start(slot, variables)
+            self._start_slot(slot, variables)
             return None
         return self._continue(slot, change, variables)
 
@@ -230,9 +230,9 @@ class SlotServer:
             raise
         finally:
             change.release()
-        self._start(slot, variables)
+        self._start_slot(slot, variables)
 
-    def _start(self, slot: ServerSlot, variables: EnvBlock) -> None:
+    def _start_slot(self, slot: ServerSlot, variables: EnvBlock) -> None:
         shelf = Shelf(lambda path: self._files.locate(slot, path, writing=True))
         try:
             slot.start(variables, shelf, self._connection.send, self._replies.open_requests, self._children)

@@ -152,11 +152,11 @@ class Upload:
             try:
                 self._writing.add(frame.data)
             except OSError:
-                self._forget()
+                self._unregister()
                 self._writing.discard()
                 raise
         elif frame.kind in (FrameKind.END, FrameKind.CANCEL):
-            self._forget()
+            self._unregister()
             if frame.kind is FrameKind.END:
                 self._writing.finish()
                 self._writing.close()
@@ -167,11 +167,11 @@ class Upload:
     def lose(self, slot: str, loss: str) -> None:
         """Drop the file because the slot has ended and its files may belong to a snapshot now. `loss` is the kind of
         the error."""
-        self._forget()
+        self._unregister()
         self._writing.discard()
         lost = {"error": loss, "message": f"{slot} ended while a file was being written to it"}
         self._connection.send(FrameKind.ERROR, self._number, lost)
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         del self._open[self._number]
         self._uploads.discard(self)

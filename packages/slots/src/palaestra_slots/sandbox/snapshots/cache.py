@@ -148,7 +148,7 @@ class Prepared:
                 return Taken(found, True)
             snapshot = await make()
             try:
-                await self._keep(snapshot, recipe, key, store)
+                await self._store_snapshot(snapshot, recipe, key, store)
             except BaseException:
                 await asyncio.shield(self._forget(snapshot))
                 raise
@@ -207,7 +207,7 @@ class Prepared:
         with contextlib.suppress(SandboxError):  # if the server has died, the snapshot is gone with it
             await self.backend.forget(snapshot)
 
-    async def _keep(self, snapshot: Snapshot, recipe: Recipe, key: str, store: SnapshotStore) -> None:
+    async def _store_snapshot(self, snapshot: Snapshot, recipe: Recipe, key: str, store: SnapshotStore) -> None:
         if self.store is None:  # the store's disk turned out to be unusable
             return
         try:
@@ -224,14 +224,14 @@ class Prepared:
         slot = await self.backend.create(recipe.spec, "prepare")
         try:
             for number, step in enumerate(recipe.steps, 1):
-                await _do(slot, step, f"step {number} of {len(recipe.steps)}")
+                await _run_step(slot, step, f"step {number} of {len(recipe.steps)}")
             return await self.backend.seal(slot)
         except BaseException:
             await self.backend.destroy(slot)
             raise
 
 
-async def _do(slot: Slot, step: Put | RunStep, name: str) -> None:
+async def _run_step(slot: Slot, step: Put | RunStep, name: str) -> None:
     if isinstance(step, Put):
         await slot.write_bytes(step.path, step.data, mode=step.mode)
         return

@@ -120,7 +120,7 @@ class SnapshotStore:
             (path / "layers").mkdir(mode=0o755)
             yield path
         finally:
-            await to_the_end(partial(_remove, path))
+            await to_the_end(partial(_remove_tree, path))
             os.close(lock)
 
     def _held_folder(self) -> tuple[Path, int]:
@@ -194,7 +194,7 @@ class SnapshotStore:
                 return True
             trash = self.folder / f"new-{os.urandom(8).hex()}"
             path.rename(trash)  # so that an entry is always complete or absent under its own name
-            _remove(trash)
+            _remove_tree(trash)
         except OSError:
             return False
         finally:
@@ -229,7 +229,7 @@ def _sync(path: Path) -> None:
         os.close(folder)
 
 
-def _remove(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     """Remove a tree that another user may have made. Its directories may deny access to their owner. Links are not
     followed."""
     for folder, below, _ in os.walk(path):

@@ -50,20 +50,20 @@ class Pane:
     async def _start(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         if self._terminal is not None and not args.get("reset"):
             raise ValueError("a terminal is already open: use it, or start with reset")
-        rows = _within(args.get("pane_height"), 40, 10, 200)
-        columns = _within(args.get("pane_width"), 160, 20, 500)
+        rows = _number_between(args.get("pane_height"), 40, 10, 200)
+        columns = _number_between(args.get("pane_width"), 160, 20, 500)
         await self._stop(slot, args)
         self._terminal = await Terminal.open(slot, size=TerminalSize(int(rows), int(columns)), env=PROMPTED)
         # The first prompt shows that the shell reads keys.
         await self._terminal.command_ended(0, _PATIENCE_S)
-        return await self._shown(_QUIET_S, _PATIENCE_S)
+        return await self._read_screen(_QUIET_S, _PATIENCE_S)
 
     async def _send_keys(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         terminal, keys = self._open(), args.get("keys")
         if not isinstance(keys, str | list) or not keys:
             raise ValueError("keys must be a string or a list of strings")
-        quiet_s = _within(args.get("min_wait_s"), _QUIET_S, 0.0, _MOST_PATIENCE_S)
-        patience_s = _within(args.get("max_wait_s"), _PATIENCE_S, 0.0, _MOST_PATIENCE_S)
+        quiet_s = _number_between(args.get("min_wait_s"), _QUIET_S, 0.0, _MOST_PATIENCE_S)
+        patience_s = _number_between(args.get("max_wait_s"), _PATIENCE_S, 0.0, _MOST_PATIENCE_S)
         # Taken before the keys are sent: only a prompt after it can be that of their command.
         before = (await terminal.process.status()).output_total_bytes
         try:
@@ -73,18 +73,18 @@ class Pane:
         if args.get("block"):
             await terminal.command_ended(before, patience_s)
             patience_s = 1.0
-        return await self._shown(max(quiet_s, _QUIET_S), patience_s)
+        return await self._read_screen(max(quiet_s, _QUIET_S), patience_s)
 
     async def _capture(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         if not args.get("capture_entire"):
-            return await self._shown(_QUIET_S, 1.0)
+            return await self._read_screen(_QUIET_S, 1.0)
         terminal = self._open()
         total = (await terminal.process.status()).output_total_bytes
         piece = await terminal.process.read(max(0, total - _KEPT_BYTES), max_bytes=_KEPT_BYTES)
         return tool_result(piece.data.decode(errors="replace"))
 
     async def _stream(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
-        most = int(_within(args.get("max_bytes"), _STREAM_BYTES, 1, _KEPT_BYTES))
+        most = int(_number_between(args.get("max_bytes"), _STREAM_BYTES, 1, _KEPT_BYTES))
         start = 0 if args.get("reset") else self._cursor
         piece = await self._open().process.read(start, max_bytes=most)
         self._cursor = piece.end
@@ -96,14 +96,14 @@ class Pane:
             await terminal.aclose()
         return tool_result()
 
-    async def _shown(self, quiet_s: float, patience_s: float) -> ExecutionResult:
+    async def _read_screen(self, quiet_s: float, patience_s: float) -> ExecutionResult:
         shot = await self._open().capture(quiet_s=quiet_s, timeout_s=patience_s)
         facts = {"cursor": list(shot.cursor), "running": shot.running, "emulated": shot.emulated}
         result = tool_result(shot.text)
         return replace(result, metadata={**result.metadata, **facts})
 
 
-def _within(value: JSON, usual: float, least: float, most: float) -> float:
+def _number_between(value: JSON, usual: float, least: float, most: float) -> float:
     number = usual if value is None else float(value)
     if not least <= number <= most:
         raise ValueError(f"{number:g} is not between {least:g} and {most:g}")

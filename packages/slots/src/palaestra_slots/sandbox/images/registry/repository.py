@@ -76,7 +76,7 @@ class ImageRepository:
     async def manifest(self, reference: str, name: str) -> tuple[bytes, str]:
         """Return the bytes of a manifest or an index and its type. A digest as `reference` is verified. Raises
         `PullError`, and `TransientFailure` for a failure that may pass."""
-        async with self._reply(f"manifests/{reference}", {"Accept": _ACCEPT}) as reply:
+        async with self._requesting(f"manifests/{reference}", {"Accept": _ACCEPT}) as reply:
             self._check(reply, 200)
             data = await _read(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
         digest = manifests.digest_of(data)
@@ -94,7 +94,7 @@ class ImageRepository:
         """Yield a blob's bytes and the position of the first one: `start`, or 0 if the registry does not serve parts.
         The bytes are not verified. Raises as `manifest` does."""
         headers = {"Range": f"bytes={start}-"} if start else {}
-        async with self._reply(f"blobs/{digest}", headers) as reply:
+        async with self._requesting(f"blobs/{digest}", headers) as reply:
             # A registry may ignore the range and send the whole blob with status 200.
             if start and reply.status == 206:
                 if not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
@@ -109,7 +109,7 @@ class ImageRepository:
             yield whole
 
     @contextlib.asynccontextmanager
-    async def _reply(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _requesting(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the reply to a request below this repository, after authorisation and redirects."""
         url = self._base / "v2" / self._image.repository / path
         reply = await self._send(url, headers, self._authorization)
@@ -137,14 +137,14 @@ class ImageRepository:
         sent = {**headers, **({"Authorization": authorization} if authorization else {})}
         proxy = None if is_loopback(url.host or "") else self._access.proxy(url.scheme, url.host or "")
         try:
-            # Redirects are followed by `_reply`, which sends the credentials to no other server.
+            # Redirects are followed by `_requesting`, which sends the credentials to no other server.
             return await self._session.get(url, headers=sent, allow_redirects=False, proxy=proxy)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.ClientSSLError):  # trying again would not help
-                raise PullError(f"{self._image}: {_shown(url)} has no valid TLS certificate: {error}") from error
+                raise PullError(f"{self._image}: {_url_origin(url)} has no valid TLS certificate: {error}") from error
             raise self._broken(url, error) from error
         except ValueError as error:
-            raise PullError(f"{self._image}: {_shown(url)} cannot be asked: {one_line(str(error), 200)}") from None
+            raise PullError(f"{self._image}: {_url_origin(url)} cannot be asked: {one_line(str(error), 200)}") from None
 
     def _target(self, url: URL, location: str) -> URL:
         """Return the address to which the registry redirects. Raises `PullError` for http, except from this machine to
@@ -157,7 +157,7 @@ class ImageRepository:
             raise PullError(f"{self._image}: the registry redirects to no address") from None
         if not location or not allowed:
             raise PullError(
-                f"{self._image}: the registry redirects to {_shown(target)}, but only https addresses "
+                f"{self._image}: the registry redirects to {_url_origin(target)}, but only https addresses "
                 "without credentials are followed"
             )
         return target
@@ -195,13 +195,13 @@ class ImageRepository:
         reply = await self._send(query, {}, basic)
         try:
             if reply.status in (400, 401, 403, 404):
-                raise self._refused(reply.status, f" by {_shown(realm)}")
+                raise self._refused(reply.status, f" by {_url_origin(realm)}")
             self._check(reply, 200)
             token = token_of(await _read(reply, _MAX_REPLY_BYTES, "the token"))
         except ValueError as error:
             if isinstance(error, PullError):
                 raise
-            raise PullError(f"{self._image}: {_shown(realm)} issued no token: {error}") from None
+            raise PullError(f"{self._image}: {_url_origin(realm)} issued no token: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._broken(realm, error) from error
         finally:
@@ -221,7 +221,7 @@ class ImageRepository:
             if reply.status == 429
             else ""
         )
-        problem = PullError(f"{self._image}: {_shown(reply.url)} answered with HTTP {reply.status}{hint}")
+        problem = PullError(f"{self._image}: {_url_origin(reply.url)} answered with HTTP {reply.status}{hint}")
         if reply.status in RETRIED_STATUSES:
             raise TransientFailure(problem, retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall()))
         raise problem
@@ -236,10 +236,10 @@ class ImageRepository:
     def _broken(self, url: URL, error: Exception) -> TransientFailure:
         text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)  # without the address
         why = one_line(text or type(error).__name__, 200)
-        return TransientFailure(PullError(f"{self._image}: the connection to {_shown(url)} failed: {why}"))
+        return TransientFailure(PullError(f"{self._image}: the connection to {_url_origin(url)} failed: {why}"))
 
 
-def _shown(url: URL) -> str:
+def _url_origin(url: URL) -> str:
     """Return the part of an address that an error may show: a path or a query may contain a signature."""
     return one_line(f"{url.scheme}://{url.host}", 100)
 

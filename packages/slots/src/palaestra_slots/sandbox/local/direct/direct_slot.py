@@ -298,13 +298,13 @@ class DirectSlot(Requests):
 
     def end_hung(self) -> None:
         """Have the server end the slot, because a command cannot be killed or the init does not respond."""
-        self._ask("hung", lambda _: None)
+        self._ask_server("hung", lambda _: None)
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
         """Ask the server whether the kernel has killed a process of the slot for lack of memory."""
-        self._ask("oom", lambda fields: then(bool(fields.get("oom"))))
+        self._ask_server("oom", lambda fields: then(bool(fields.get("oom"))))
 
-    def _ask(self, op: str, then: Callable[[Fields], None]) -> None:
+    def _ask_server(self, op: str, then: Callable[[Fields], None]) -> None:
         async def ask() -> None:
             fields: Fields = {}
             with contextlib.suppress(Exception):  # if the slot has ended, that is reported elsewhere
@@ -343,25 +343,25 @@ class OnDemandSlot(Requests):
             if self._making is None:
                 return await self._client.call(op, fields)
             try:
-                await self._made()
+                await self._made_slot()
             except SandboxError:  # it could not be made, so there is nothing to end
                 return Frame(FrameKind.RESULT, 0, {}, b"")
-        return await (await self._made()).call(op, fields, data, on_data, on_hole)
+        return await (await self._made_slot()).call(op, fields, data, on_data, on_hole)
 
     async def read(self, op: str, fields: Fields) -> bytes:
         """Read a file, without the slot if possible; see `Requests.read`."""
         if op == "read" and self._shows(fields):
             return await _read_file(self._root, fields)
-        return await (await self._made()).read(op, fields)
+        return await (await self._made_slot()).read(op, fields)
 
     async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
-        return await (await self._made()).make(op, fields, undo, data)
+        return await (await self._made_slot()).make(op, fields, undo, data)
 
     async def upload(self, fields: Fields, data: bytes) -> None:
-        await (await self._made()).upload(fields, data)
+        await (await self._made_slot()).upload(fields, data)
 
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        await (await self._made()).send_file(fields, pieces)
+        await (await self._made_slot()).send_file(fields, pieces)
 
     def _shows(self, fields: Fields) -> bool:
         """Return whether the mount shows the path of a request exactly as the slot would."""
@@ -380,7 +380,7 @@ class OnDemandSlot(Requests):
             return error.errno not in (errno.ELOOP, errno.EXDEV, errno.EMFILE, errno.ENFILE)
         return True
 
-    async def _made(self) -> Requests:
+    async def _made_slot(self) -> Requests:
         """Return the slot, once the server has made it. A caller that is cancelled leaves the making to the next."""
         if self._making is None:
             self._making = asyncio.ensure_future(self._make_slot())

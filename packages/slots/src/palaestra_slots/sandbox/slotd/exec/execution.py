@@ -300,7 +300,7 @@ class Execution:
         verdict = b"" if self._verdict is None else self._verdict.data
         self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, verdict)))
         self.over = True
-        self._stop()
+        self._cancel_timer()
         if held:
             self.leftover, self._output = self._output, -1
         else:
@@ -314,7 +314,7 @@ class Execution:
     def drop(self) -> None:
         """Close everything, and send no answer."""
         self.over = True
-        self._stop()
+        self._cancel_timer()
         self._close_child_end()
         if self._verdict is not None:
             self._verdict.close()
@@ -381,7 +381,7 @@ class Execution:
             self.take(data)
         return self._output >= 0
 
-    def _stop(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 

@@ -106,12 +106,12 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
     while pending:
         pid = pending.pop(0)
         with contextlib.suppress(OSError):
-            found.append((pid, _state(pid)))
+            found.append((pid, _process_state(pid)))
             pending += _children(pid)
     return found
 
 
-def _state(pid: int) -> bytes:
+def _process_state(pid: int) -> bytes:
     """Return the state of a process. If its main thread has ended or waits in the kernel, return the state of another
     thread, preferably a running one."""
     state, threads = _stat(f"/proc/{pid}/stat")

@@ -66,7 +66,7 @@ def kill_everything() -> None:
 
 def note() -> Noted:
     """Return the current moment, with process ids of this process's namespace."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
+    return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_open_loadavg(), 128, 0)
 
 
 def moment(noted: Noted) -> Moment:
@@ -76,7 +76,7 @@ def moment(noted: Noted) -> Moment:
 
 
 @functools.cache
-def _load() -> int:
+def _open_loadavg() -> int:
     return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -139,7 +139,7 @@ class ShellProcess:
         if self._execution is not None:
             raise OSError(errno.EBUSY, "the shell is busy with another command")
         if self._process is None:
-            self._start()
+            self._start_shell()
         self._command.put(command)
         # Descriptor 2 of the shell itself is /dev/null: prompts and notices about jobs go there, and commands without
         # input read from it.
@@ -215,7 +215,7 @@ class ShellProcess:
         running = () if self._execution is None else self._execution.descriptors()
         return self._control, self._status, self._output, self._input.fd, self._command.fd, *running
 
-    def _start(self) -> None:
+    def _start_shell(self) -> None:
         """Start the shell. If this raises OSError or ValueError, nothing was started."""
         self._process = next(self._numbers)
         stdin, command, report, errors = self._dialect.places

@@ -110,11 +110,11 @@ class Supervisor:
             if "env" in fields:
                 env = self.with_variables(fields["env"])
             cwd = files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE
-            self._start(frame.request, command_spec(frame, argv, shell, cwd, env))
+            self._start_command(frame.request, command_spec(frame, argv, shell, cwd, env))
         except ValueError:
             self.refuse(frame.request)
 
-    def _start(self, number: int, spec: CommandSpec) -> None:
+    def _start_command(self, number: int, spec: CommandSpec) -> None:
         """Start a command. If this raises OSError, or ValueError for words that no system call accepts, nothing was
         started."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
@@ -359,7 +359,7 @@ class Supervisor:
             self._has_bash = False
             execution.drop()
             try:
-                self._start(execution.number, spec._replace(argv=["/bin/sh", *spec.argv[1:]], shell="sh"))  # noqa: S604
+                self._start_command(execution.number, spec._replace(argv=["/bin/sh", *spec.argv[1:]], shell="sh"))  # noqa: S604
             except OSError as error:  # no descriptors are left
                 fields = {"error": "os", "errno": error.errno, "message": error.strerror, "path": None}
                 self.send(FrameKind.ERROR, execution.number, fields)

@@ -51,10 +51,10 @@ class Selection:
     def within(self, tree: str) -> Selection:
         """Return the part of the selection in one tree, relative to the tree. A path above the tree means the whole
         tree."""
-        return Selection(_within(tree, self.only), _within(tree, self.without))
+        return Selection(_relative_to(tree, self.only), _relative_to(tree, self.without))
 
 
-def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
+def _relative_to(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
     found = []
     for path in paths:
         if not path or tree == path or tree.startswith(f"{path}/"):
@@ -69,7 +69,7 @@ def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
     most `_MAX_LINKS` links are followed, so that a loop of links ends."""
     links: list[str] = []
     done: list[str] = []
-    pending = _parts(path)
+    pending = _path_names(path)
     while pending:
         name = pending.pop(0)
         if name == "..":
@@ -81,11 +81,11 @@ def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
             links.append("/".join(done))
             target = os.readlink(entry.path)
             done = [] if target.startswith("/") else done[:-1]
-            pending = _parts(target) + pending
+            pending = _path_names(target) + pending
     return "/".join(done), links
 
 
-def _parts(path: str) -> list[str]:
+def _path_names(path: str) -> list[str]:
     return [name for name in path.split("/") if name and name != "."]
 
 

@@ -228,7 +228,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
     for pattern in PUBLIC_SETTINGS:
         for path in matching(f"{HOST}/etc", pattern):
             os.makedirs(os.path.dirname(f"{root}/etc/{path}"), exist_ok=True)
-            _copy(f"{HOST}/etc/{path}", f"{root}/etc/{path}")
+            _copy_host_file(f"{HOST}/etc/{path}", f"{root}/etc/{path}")
 
 
 def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
@@ -269,7 +269,7 @@ def _give(root: str, owner: int) -> None:
                 os.chown(entry.path, owner, owner, follow_symlinks=False)
 
 
-def _copy(source: str, target: str) -> None:
+def _copy_host_file(source: str, target: str) -> None:
     if is_private(source):
         return
     if os.path.islink(source):
@@ -277,7 +277,7 @@ def _copy(source: str, target: str) -> None:
     elif os.path.isdir(source):
         os.mkdir(target, 0o755)
         for name in _names(source):
-            _copy(f"{source}/{name}", f"{target}/{name}")
+            _copy_host_file(f"{source}/{name}", f"{target}/{name}")
     # A file that not everybody on the host may read must not become readable in a slot.
     elif os.path.isfile(source) and os.stat(source).st_mode & 0o004:
         shutil.copyfile(source, target)

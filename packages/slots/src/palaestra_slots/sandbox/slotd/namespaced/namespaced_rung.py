@@ -87,7 +87,8 @@ class NamespaceDriver:
                 os.mkdir(f"{store.path}/{kind}")
             uncover = not fields.get("continued")  # such a slot's changes are copied to the place of new ones
             stacked = tuple(
-                self._lay_out(store, tree, layers, _places(tree, trees, targets), uncover=uncover) for tree in trees
+                self._lay_out(store, tree, layers, _mount_points_in(tree, trees, targets), uncover=uncover)
+                for tree in trees
             )
             stacked += tuple(self._lay_out(store, tree, layers, [], uncover=uncover) for tree in copies)
             shared = fields["network"] and not self._host.tunnel
@@ -126,7 +127,7 @@ class NamespaceDriver:
         its score from being made. `base` is the stack without the layers."""
         for place in places:
             wanted, found = base.find(place), shown.find(place)
-            if wanted is None or (found is not None and _kind(found) == _kind(wanted)):
+            if wanted is None or (found is not None and _file_type(found) == _file_type(wanted)):
                 continue
             names = place.split("/")
             for count in range(1, len(names) + 1):
@@ -134,7 +135,7 @@ class NamespaceDriver:
                 entry, model = shown.find(path), base.find(path)
                 if os.path.lexists(f"{upper}/{path}") or model is None:
                     continue
-                if entry is None or _kind(entry) != _kind(model):
+                if entry is None or _file_type(entry) != _file_type(model):
                     entry = model
                 if stat.S_ISDIR(entry.status.st_mode):
                     os.mkdir(f"{upper}/{path}")
@@ -475,11 +476,11 @@ def _single_user_namespace() -> Iterator[BuildStep]:
     yield BuildStep(Do.CHANGE_DIRECTORY, ("/",))
 
 
-def _kind(entry: StackEntry) -> int:
+def _file_type(entry: StackEntry) -> int:
     return stat.S_IFMT(entry.status.st_mode)
 
 
-def _places(tree: Tree, trees: tuple[Tree, ...], targets: Sequence[str]) -> list[str]:
+def _mount_points_in(tree: Tree, trees: tuple[Tree, ...], targets: Sequence[str]) -> list[str]:
     """Return those of the mount points that are in a tree, relative to the tree."""
     return [target[len(tree.target) :].strip("/") for target in targets if _tree_of(target, trees) == tree]
 

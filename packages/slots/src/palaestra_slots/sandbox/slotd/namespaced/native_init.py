@@ -56,7 +56,7 @@ def load(prefix: str = "") -> int:
         raise NoInit(f"the program that runs as pid 1 of each slot {was}; {_TO_BUILD}") from None
     except OSError as error:
         raise NoInit(f"the program that runs as pid 1 of each slot cannot be read: {error}") from None
-    if not _answers(program):
+    if not _init_runs(program):
         os.close(program)
         raise NoInit(f"{name}, the program that runs as pid 1 of each slot, does not run here; {_TO_BUILD}")
     return program
@@ -92,7 +92,7 @@ def _sealed(content: bytes) -> int:
         os.close(memory)
 
 
-def _answers(program: int) -> bool:
+def _init_runs(program: int) -> bool:
     """Return whether the init runs here and supports the version of orders that the server uses."""
     try:
         pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
@@ -151,11 +151,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 def encode_steps(steps: Iterable[BuildStep | bytes]) -> bytes:
     """Return the steps, encoded for the init. Some may be encoded already: those that are the same for many slots."""
-    return b"".join([step if isinstance(step, bytes) else _encoded(step) for step in steps])
+    return b"".join([step if isinstance(step, bytes) else _encoded_step(step) for step in steps])
 
 
 @functools.lru_cache(maxsize=256)
-def _encoded(step: BuildStep) -> bytes:
+def _encoded_step(step: BuildStep) -> bytes:
     """Return one step, encoded. Most steps are the same for every slot."""
     data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)
     return _STEP.pack(step.do, len(step.strings), len(data), step.a, step.b) + data

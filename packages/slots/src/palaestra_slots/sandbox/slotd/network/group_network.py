@@ -142,7 +142,7 @@ class GroupNetworks:
 def _make_bridge() -> int:
     """Return a descriptor of a new network namespace with a bridge."""
     syscalls.unshare(syscalls.CLONE_NEWNET)
-    _make_link(_name(_BRIDGE), b"veth", _attribute(_PEER, _NEW_LINK + _name(_OTHER_END)))
+    _make_link(_name_attribute(_BRIDGE), b"veth", _attribute(_PEER, _NEW_LINK + _name_attribute(_OTHER_END)))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for device in (_BRIDGE, _OTHER_END):
             _switch_on(control, device)
@@ -157,7 +157,7 @@ def _attach(bridge: int, slot: int, address: ipaddress.IPv4Interface) -> int:
     syscalls.setns(bridge, syscalls.CLONE_NEWNET)
     lower = _attribute(_LOWER, struct.pack("=I", socket.if_nametoindex(_BRIDGE)))
     where = _attribute(_NET_NS_FD, struct.pack("=I", slot)) + _attribute(_HARDWARE, _LOCAL + address.ip.packed)
-    _make_link(_name(_DEVICE) + lower + where, b"macvlan", _attribute(_MODE, struct.pack("=I", _BRIDGE_MODE)))
+    _make_link(_name_attribute(_DEVICE) + lower + where, b"macvlan", _attribute(_MODE, struct.pack("=I", _BRIDGE_MODE)))
     syscalls.setns(slot, syscalls.CLONE_NEWNET)
     with contextlib.suppress(FileNotFoundError), open(_NO_IPV6, "w") as file:  # a kernel may have no IPv6
         file.write("1")
@@ -189,7 +189,7 @@ def _make_link(attributes: bytes, kind: bytes, data: bytes) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _name(text: str) -> bytes:
+def _name_attribute(text: str) -> bytes:
     return _attribute(_IFNAME, text.encode() + b"\0")
 
 

@@ -73,7 +73,7 @@ class Guard:
     them."""
 
     def __init__(self) -> None:
-        self._programs = {hook: _load(hook) for hook in _Hook}
+        self._programs = {hook: _load_program(hook) for hook in _Hook}
 
     def attach(self, directory: str) -> None:
         """Guard all current and future processes of a control group of version 2."""
@@ -86,7 +86,7 @@ class Guard:
             os.close(group)
 
 
-def _load(hook: _Hook) -> int:
+def _load_program(hook: _Hook) -> int:
     code = _assemble(_packets() if hook is _Hook.EGRESS else _connections(hook.version))
     program, licence = ctypes.create_string_buffer(code, len(code)), ctypes.create_string_buffer(b"MIT")
     places = ctypes.addressof(program), ctypes.addressof(licence)

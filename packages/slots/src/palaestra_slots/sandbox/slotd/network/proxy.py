@@ -100,7 +100,7 @@ class _Proxy:
         while not self._over.is_set():
             name, fds = await self._orders.get()
             if fds:
-                await self._add(name, _settings(fds[0]), fds[1:])
+                await self._open_gate(name, _settings(fds[0]), fds[1:])
             elif name in self._gates:
                 for part in self._gates.pop(name):
                     part.close()
@@ -119,7 +119,7 @@ class _Proxy:
         for tunnel in tunnels:
             tunnel.most = share(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(tunnels))
 
-    async def _add(self, name: str, settings: dict[str, Any], fds: list[int]) -> None:
+    async def _open_gate(self, name: str, settings: dict[str, Any], fds: list[int]) -> None:
         if "ports" in settings:
             tunnel = Tunnel(fds[0], [socket.socket(fileno=fd) for fd in fds[1:]], settings["ports"])
             await tunnel.start()

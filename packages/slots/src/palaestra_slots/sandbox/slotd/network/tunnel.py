@@ -199,7 +199,7 @@ class Tunnel:
 
     def _open(self, version: int, packet: bytes, key: bytes) -> None:
         if self._live >= self.most or len(self._flows) >= _MOST_FLOWS:
-            self._send(_reset(version, _head(version, packet), packet))
+            self._send(_reset(version, _header_length(version, packet), packet))
             return
         port = next(port for port in self._next if port not in self._by_port)
         slot, gateway = SLOT[version].packed, GATEWAY[version].packed
@@ -212,15 +212,15 @@ class Tunnel:
         )
         self._flows[key] = self._by_port[port] = flow
         self._live += 1
-        self._run(self._serve(flow, version))
+        self._start_task(self._serve(flow, version))
 
-    def _run(self, work: object) -> None:
+    def _start_task(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, flow: _Flow, version: int) -> None:
-        head = _head(version, flow.syn)
+        head = _header_length(version, flow.syn)
         size = len(SLOT[version].packed)
         address, port = ipaddress.ip_address(flow.key[size : 2 * size]), _PORTS.unpack(flow.key[-4:])[1]
         try:
@@ -385,7 +385,7 @@ class _Datagrams:
             self._tunnel.answer(_packet(self._version, _UDP, source + target, body, 6))
 
 
-def _head(version: int, packet: bytes) -> int:
+def _header_length(version: int, packet: bytes) -> int:
     return 4 * (packet[0] & 15) if version == 4 else 40
 
 

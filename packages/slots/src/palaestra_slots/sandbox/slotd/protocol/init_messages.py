@@ -104,7 +104,7 @@ class InitReport(NamedTuple):
 def env_block(variables: Mapping[str, str]) -> EnvBlock:
     """Return variables in the form in which they are sent. Raises ValueError for a NUL, a lone surrogate or an invalid
     name."""
-    text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
+    text = os.fsencode("".join(f"{_variable_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot contain a NUL character")
     return EnvBlock(len(variables), text)
@@ -173,7 +173,7 @@ def decode_report(data: bytes) -> InitReport:
     return _new(InitReport, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
 
 
-def _name(name: str) -> str:
+def _variable_name(name: str) -> str:
     if not name or "=" in name:
         raise ValueError(f"{name!r} cannot be the name of a variable")
     return name

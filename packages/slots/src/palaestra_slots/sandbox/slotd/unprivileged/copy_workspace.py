@@ -27,7 +27,7 @@ _MAX_DIRECTORY_BYTES = 3600  # directories with longer paths are left out, becau
 def duplicate(source: str, target: str) -> None:
     """Make a second tree of the same files in the new directory `target`. Both trees share the files, so neither may be
     written to afterwards."""
-    _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
+    _copy_tree(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
 def copy_for(uid: int, source: str, target: str) -> None:
@@ -42,7 +42,7 @@ def copy_for(uid: int, source: str, target: str) -> None:
         else:  # another name of the same file
             os.link(known, new, follow_symlinks=False)
 
-    _copy(source, target, copy_one, uid)
+    _copy_tree(source, target, copy_one, uid)
 
 
 def open_up(tree: str) -> None:
@@ -82,7 +82,7 @@ def _writable(directory: str) -> Iterator[None]:
         os.chmod(directory, mode)
 
 
-def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
+def _copy_tree(source: str, target: str, copy_one: _Copy, owner: int) -> None:
     pending = [(source, target, 0)]
     done: list[tuple[str, str]] = []
     while pending:

@@ -1,8 +1,8 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
 If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
-the init's restrictions (Landlock, system calls and capabilities); `_start` switches to the slot's user and sets the
-slot's limits. Without such users, the init sets the limits itself, and a command can end its init, and with it the
+the init's restrictions (Landlock, system calls and capabilities); `_start_as_user` switches to the slot's user and sets
+the slot's limits. Without such users, the init sets the limits itself, and a command can end its init, and with it the
 slot, but nothing outside the slot. For `none`, the only restriction is that signals stay in the slot, where the kernel
 allows that.
 """
@@ -93,7 +93,7 @@ def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
             raise
         socket.send_fds(channel, [init_messages.encode_report(InitReport(ReportKind.READY))], [root])
         os.close(root)
-        Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
+        Init(channel, lambda spawn, fds: _start_as_user(plan, spawn, fds), _kill_slot(plan)).serve()
         status = 0
     finally:
         os._exit(status)
@@ -178,7 +178,7 @@ def real_path(home: str, path: str) -> str:
     return path
 
 
-def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
+def _start_as_user(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
     """Start a process as the slot's user and return its pid. Raises OSError if its program could not be run. To become
     another user, this whole process is forked, which takes twice as long as starting a program directly."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
@@ -366,7 +366,7 @@ def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
     """Start a command and return its pid. Raises OSError, or `NoDirectory` if the directory is the reason."""
     moved: list[int] = []
     try:
-        _enter(spawn.cwd)
+        _change_directory(spawn.cwd)
         env = spawn.env.variables()
         path = find(spawn.argv[0], env)
         highest = max(target for _, target in spawn.places)
@@ -383,7 +383,7 @@ def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
             os.chdir("/")
 
 
-def _enter(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:

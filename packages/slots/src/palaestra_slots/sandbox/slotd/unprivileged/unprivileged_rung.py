@@ -151,7 +151,7 @@ class UnprivilegedDriver:
             user=user,
             confined=self._confined,
             network=fields["network"],
-            shown=self._shown(fields) if self._confined else (),
+            shown=self._readable_paths(fields) if self._confined else (),
             template=layers[0].path if layers else None,
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
@@ -163,7 +163,7 @@ class UnprivilegedDriver:
             exposed,
         )
 
-    def _shown(self, fields: Fields) -> tuple[tuple[str, bool], ...]:
+    def _readable_paths(self, fields: Fields) -> tuple[tuple[str, bool], ...]:
         """Return what a slot may read of the machine: paths, each with whether its files are shown or only names."""
         hiding = [source for source, _, *whole in fields["mounts"] if not whole and packages.is_interpreter(source)]
         found: list[tuple[str, bool]] = [(mount[0], True) for mount in fields["mounts"] if mount[0] not in hiding]
