@@ -154,7 +154,7 @@ class WallClock:
     def standing(self) -> Iterator[None]:
         """Stop the clock during the block. Blocks may overlap, and may run in the event loop of another thread, as the
         tools of a `ToolSession` do."""
-        self._on_own_loop(self._stop)
+        self._on_own_loop(self._stop_clock)
         try:
             yield
         finally:
@@ -167,7 +167,7 @@ class WallClock:
             with contextlib.suppress(RuntimeError):  # that loop has ended, and the limit with it
                 self._loop.call_soon_threadsafe(step)
 
-    def _stop(self) -> None:
+    def _stop_clock(self) -> None:
         if not self._waiting:
             self._stood_s = self._clock.monotonic()
         self._waiting += 1

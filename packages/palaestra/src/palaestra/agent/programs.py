@@ -308,13 +308,13 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
         unfinished.touch()
         output = b""
         for command in commands:
-            output = await _run(name, command, folder)
+            output = await _run_installer(name, command, folder)
         if not binary.exists():
-            raise ConfigError(f"agent {name} cannot be installed: {_shown(output)}")
+            raise ConfigError(f"agent {name} cannot be installed: {_output_excerpt(output)}")
         unfinished.unlink()
 
 
-async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:
+async def _run_installer(name: str, command: Sequence[str], folder: Path) -> bytes:
     """Run one installation command in the agent's folder and return its output. Files of the current folder, such as
     an `.npmrc`, have no effect. Raises `ConfigError`."""
     try:
@@ -340,11 +340,11 @@ async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:
             process.kill()
             await process.wait()
     if process.returncode:
-        raise ConfigError(f"agent {name} cannot be installed: {shlex.join(command)} failed: {_shown(output)}")
+        raise ConfigError(f"agent {name} cannot be installed: {shlex.join(command)} failed: {_output_excerpt(output)}")
     return output
 
 
-def _shown(output: bytes) -> str:
+def _output_excerpt(output: bytes) -> str:
     return without_middle(output.decode(errors="replace").strip(), 1500)
 
 

@@ -90,7 +90,7 @@ def read_reply(completion: object, turn: int) -> Reply:
     return Reply(
         content=text_of(part(message, "content")) or text_of(part(message, "refusal")),
         reasoning=_reasoning(message),
-        calls=_calls(part(message, "tool_calls"), turn),
+        calls=_requested_calls(part(message, "tool_calls"), turn),
         finish_reason=read_finish_reason(reason if isinstance(reason, str) else None, "The model server"),
         prompt_tokens=_count(part(usage, "prompt_tokens")),
         completion_tokens=_count(part(usage, "completion_tokens")),
@@ -136,7 +136,7 @@ def _extra(message: object) -> Mapping[str, JSON]:
     return {**extra, "reasoning_details": list(details)} if details and isinstance(details, Sequence) else extra
 
 
-def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
+def _requested_calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
     if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
         return ()
     calls: list[RequestedCall] = []

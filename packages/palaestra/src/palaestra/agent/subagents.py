@@ -141,7 +141,7 @@ class Subagents:
         and the error of a sub-agent that fails."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
-            self._started(assignment, registry, len(assignments))
+            self._prepare_subagent(assignment, registry, len(assignments))
             for assignment, registry in zip(assignments, registries, strict=True)
         ]
         try:
@@ -168,7 +168,7 @@ class Subagents:
             tools = [tool for tool in tools if tool.name in wanted or tool.toolset in assignment.toolsets]
         return ToolRegistry(tools, replayed=own.replayed)
 
-    def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _Running:
+    def _prepare_subagent(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _Running:
         """Return a sub-agent that is ready to run. Its record is already in the parent agent's result."""
         number, above = next(self.numbers), self.loop
         own = self.tools
@@ -225,12 +225,12 @@ class _Running:
             await self.conversation.run()
         finally:
             self._account()
-            await self._close()
+            await self._close_tools()
         result, failure = self.conversation.loop.result, self.conversation.loop.failure
         if result.outcome.scored:
-            return _report(result)
+            return _subagent_report(result)
         if isinstance(failure, ContextExceeded):  # the assignment itself is too long, which the agent can correct
-            return replace(_report(result), outcome=Outcome.LENGTH.value)
+            return replace(_subagent_report(result), outcome=Outcome.LENGTH.value)
         assert failure is not None
         raise failure
 
@@ -242,7 +242,7 @@ class _Running:
         self.record.segments = list(self.server.segments)
         self.above.delegated(self.conversation.loop)
 
-    async def _close(self) -> None:
+    async def _close_tools(self) -> None:
         """Close the sub-agent's own tools, such as browser pages, even when it is cancelled."""
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -260,7 +260,7 @@ def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
         raise ToolMistake(f"{error}. Nothing was started") from None
 
 
-def _report(result: AgentResult) -> SubagentReport:
+def _subagent_report(result: AgentResult) -> SubagentReport:
     return SubagentReport(
         result.final_response, result.outcome.value, result.turns_used, result.tool_calls_attempted, result.error
     )

@@ -154,7 +154,7 @@ def _compare(names: Sequence[str], by: str, as_json: bool) -> dict[str, JSON] | 
         click.echo(each.line())
     _show_settings(settings)
     for number, (other, (scored, whole)) in enumerate(zip(runs[1:], found, strict=True), 1):
-        _show(runs[0], other, scored, whole)
+        _print_comparison(runs[0], other, scored, whole)
         if officials:
             _show_official(officials[0], officials[number])
     if len(found) > 1:
@@ -194,14 +194,14 @@ def _as_json(
 ) -> dict[str, JSON]:
     from palaestra.rollouts.observe.compare_runs import compare
 
-    first, *further = [_plain(*pair) for pair in found]
+    first, *further = [_comparison_json(*pair) for pair in found]
     for line, other in zip((first, *further), officials[1:], strict=False):
         line["official"] = compare(officials[0], other).to_json()
     # The first comparison is at the top, because most reports have no other.
     return first | about | ({"others": further} if further else {})
 
 
-def _plain(scored: RunComparison, whole: RunComparison) -> dict[str, JSON]:
+def _comparison_json(scored: RunComparison, whole: RunComparison) -> dict[str, JSON]:
     with_unscored = {
         "difference": whole.difference,
         "low": whole.low,
@@ -235,7 +235,7 @@ def _show_official(run: RunScores, other: RunScores) -> None:
     click.echo(f"by {run.scores}: {found.difference:+.3f}{found.interval}, {means}; {verdict} (--by official)")
 
 
-def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComparison) -> None:
+def _print_comparison(run: RunScores, other: RunScores, found: RunComparison, whole: RunComparison) -> None:
     changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: -abs(pair.difference))
     click.echo(f"{run.name} against {other.name}:")
     for pair in sorted(changed[:_SHOWN], key=lambda pair: pair.difference):

@@ -79,8 +79,8 @@ def complete_settings(context: click.Context, parameter: click.Parameter, incomp
 
     words = _words(context)
     if words[-1].startswith("-") and "=" not in words[-1]:
-        return _values(context, words[-1], incomplete)
-    named, first = _named(context), context.command.params[0]
+        return _flag_values(context, words[-1], incomplete)
+    named, first = _environment_or_run(context), context.command.params[0]
     if context.command.name == "batch":
         return [_PATH]
     if named is None and isinstance(first, click.Argument):
@@ -100,7 +100,7 @@ class SettingsCommand(click.Command):
             from palaestra.envs.config.command_line import GENERAL_FLAGS
 
             form = _form(ctx)
-            line = None if form is None else _line(form)
+            line = None if form is None else _command_line(form)
             known = GENERAL_FLAGS if line is None else line.known_flags()
             found += starting(incomplete, ((flag, line.about_flag(flag) if line else "") for flag in known))
             found += starting(incomplete, ((flag, "") for flag in self.own_flags))
@@ -114,7 +114,7 @@ def _words(context: click.Context) -> list[str]:
     return [*([first] if first else []), *given] or [""]
 
 
-def _named(context: click.Context) -> str | None:
+def _environment_or_run(context: click.Context) -> str | None:
     """Return the environment or run that the command line names, or None if it names none yet."""
     from palaestra.envs.config.command_line import first_word
 
@@ -123,7 +123,7 @@ def _named(context: click.Context) -> str | None:
     return None
 
 
-def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
+def _flag_values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
     """Return the possible values of an environment's flag. If they do not form a known list, the shell completes
     paths."""
     from palaestra_slots.core.config import SHORT_FORMS
@@ -139,7 +139,7 @@ def _values(context: click.Context, flag: str, incomplete: str) -> list[Completi
     if listed is not None:
         return starting(incomplete, ((name, "") for name in listed()))
     form = _form(context)
-    choices = _line(form).choices(flag) if form is not None else []
+    choices = _command_line(form).choices(flag) if form is not None else []
     return starting(incomplete, ((name, "") for name in choices)) if choices else [_PATH]
 
 
@@ -186,7 +186,7 @@ _LISTS: Mapping[str, Callable[[], Iterable[str]]] = {
 """Settings whose type is plain text, but which have a known list of values."""
 
 
-def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
+def _command_line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
     from palaestra.envs.run.command import command_line
 
     return command_line(form, "", None)
@@ -203,7 +203,7 @@ def _form(context: click.Context) -> Form | None:
     with contextlib.suppress(PalaestraError), exported(read_keys(Path.cwd())):
         if context.command.name == "batch":
             return load_environment("batch", Path.cwd())
-        named = _named(context)
+        named = _environment_or_run(context)
         if named is not None and context.command.name == "resume":
             from palaestra.envs.run.replay_run import recorded_form
 

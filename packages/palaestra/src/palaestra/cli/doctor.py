@@ -242,14 +242,14 @@ def _machine(as_json: bool) -> None:
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)
     facts = machine_facts()
     if as_json:
-        click.echo(json.dumps({"machine": facts, "ladder": [_plain(step) for step in ladder]}, indent=2))
+        click.echo(json.dumps({"machine": facts, "ladder": [_level_json(step) for step in ladder]}, indent=2))
     elif sys.stdout.isatty():
         _show_table(facts, ladder)
     else:
         for name, value in facts.items():
             click.echo(f"{name}: {value}")
         for step in ladder:
-            click.echo(f"{step.rung.label}: {_state(step)}: {step.reason}")
+            click.echo(f"{step.rung.label}: {'yes' if step.available else 'no'}: {step.reason}")
     # Last, because a person reads the last line first.
     if not as_json:
         click.echo(verdict(ladder))
@@ -300,17 +300,13 @@ def _version(program: str) -> str:
     return answer.stdout.strip() or f"does not answer (exit code {answer.returncode})"
 
 
-def _plain(step: RungStatus) -> dict[str, JSON]:
+def _level_json(step: RungStatus) -> dict[str, JSON]:
     return {
         "rung": step.rung.label,
         "available": step.available,
         "reason": step.reason,
         "covers": list(step.covers),
     }
-
-
-def _state(step: RungStatus) -> str:
-    return "yes" if step.available else "no"
 
 
 def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:

@@ -184,7 +184,7 @@ def command(
         report.left_out += wanted.left_out
         return report
 
-    target, report = _written(path, write, named=out is not None)
+    target, report = _write_export(path, write, named=out is not None)
     if new := sum(each.reward is not None for each in meta.grades.values()):
         report.remarks["with the score that palaestra grade gave it"] += new
     _say(exporter, report, target, recording.unfinished, as_json)
@@ -250,7 +250,7 @@ def _export_sessions(
         report.left_out += left_out + wanted.left_out
         return report
 
-    target, report = _written(path, write)
+    target, report = _write_export(path, write)
     _say(exporter, report, target, 0, as_json)
 
 
@@ -277,12 +277,12 @@ class Filter:
             if self.tasks and group.task_id not in chosen:
                 self.left_out["different task"] += len(group.trajectories)
                 continue
-            reasons = [self._reason(each) for each in group.trajectories]
+            reasons = [self._exclusion_reason(each) for each in group.trajectories]
             self.left_out.update(filter(None, reasons))
             group.trajectories = [each for each, reason in zip(group.trajectories, reasons, strict=True) if not reason]
             yield group
 
-    def _reason(self, rollout: Trajectory) -> str:
+    def _exclusion_reason(self, rollout: Trajectory) -> str:
         """Return the reason why a rollout is left out, or an empty string if it is exported."""
         from palaestra.rollouts.export.duplicates import REPEATED
         from palaestra.rollouts.export.exporter import discarded
@@ -302,7 +302,7 @@ class Filter:
         return ""
 
 
-def _written(
+def _write_export(
     path: Path, write: Callable[[IO[bytes]], ExportReport], *, named: bool = True
 ) -> tuple[Path | None, ExportReport]:
     """Write the export. Returns the path, or None for stdout, and the report. A file is written next to its final path

@@ -103,7 +103,7 @@ def _grade_run(
         if as_json:
             click.echo(json.dumps(({"run": name.strip()} if name else {}) | _fields(regraded)))
         elif regraded.changed or regraded.score is None:
-            click.echo(f"{name}{_line(regraded)}")
+            click.echo(f"{name}{_regraded_line(regraded)}")
 
     changed = _settings(run, environment, settings) if settings else {}
     found = asyncio.run(regrade(run, environment, network=network, settings=changed, on_rollout=show))
@@ -215,7 +215,7 @@ def _fields(regraded: Regraded) -> dict[str, object]:
     }
 
 
-def _line(regraded: Regraded) -> str:
+def _regraded_line(regraded: Regraded) -> str:
     before, score = regraded.trajectory, regraded.score
     was = "unscored" if before.reward is None else f"{before.reward:g}"
     if score is None:

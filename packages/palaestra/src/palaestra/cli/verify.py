@@ -66,7 +66,7 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
         counted = {name: value for name, value in dataclasses.asdict(verdict).items() if name != "notice" or value}
         click.echo(json.dumps({**counted, **trained, "violation": violation, "ok": not violation}))
     else:
-        _show(verdict, steps, lines, exported)
+        _print_verdict(verdict, steps, lines, exported)
     if violation:
         report(violation)
         context.exit(FAILED)
@@ -76,7 +76,7 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
             click.echo(f"warning: {verdict.notice}", err=True)
 
 
-def _show(verdict: RunVerdict, steps: StepsVerdict, groups: Path | None, exported: Path | None) -> None:
+def _print_verdict(verdict: RunVerdict, steps: StepsVerdict, groups: Path | None, exported: Path | None) -> None:
     rewritten = ", ".join(f"{count} {reason}" for reason, count in sorted(verdict.reasons.items())) or "none"
     table = {
         "rollouts": f"{verdict.rollouts} ({verdict.without_tokens} without tokens)",

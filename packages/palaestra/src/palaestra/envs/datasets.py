@@ -72,11 +72,11 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
             f"there is no data set {path}; use a {', '.join(SUFFIXES)} file, a folder of them, or a data set's name "
             "on the hub"
         )
-    for file in _files(path, split) if path.is_dir() else [path]:
+    for file in _data_files(path, split) if path.is_dir() else [path]:
         yield from _read_file(file)
 
 
-def _files(folder: Path, split: str) -> list[Path]:
+def _data_files(folder: Path, split: str) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not found:
         raise ConfigError(f"{folder} contains no data set: it has no {', '.join(SUFFIXES)} file")

@@ -249,13 +249,13 @@ def _pick(path: Path, name: str) -> Form:
     if name not in found and not {*own_folders()}.isdisjoint(path.resolve().parents):
         found |= _moved(name)
     if name and name not in found:
-        raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
+        raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_found_names(found)}")
     if not name:
         if len(found) > 1:  # environments that the file imports do not count beside its own
             found = {key: value for key, value in found.items() if _module_of(value) == module.__name__} or found
         if len(found) != 1:
             choose = f"; choose one with {path}:NAME" if found else ""
-            raise ConfigError(f"{path} has {_list(found)}{choose}")
+            raise ConfigError(f"{path} has {_found_names(found)}{choose}")
         name = next(iter(found))
     return form_of(found[name], f"{path.resolve()}:{name}")
 
@@ -299,5 +299,5 @@ def _module_of(environment: object) -> str:
     return str((environment.source if isinstance(environment, FunctionForm) else environment).__module__)
 
 
-def _list(found: dict[str, object]) -> str:
+def _found_names(found: dict[str, object]) -> str:
     return ", ".join(found) if found else "no environment: neither a function with @environment nor a class"

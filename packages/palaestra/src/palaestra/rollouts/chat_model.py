@@ -102,7 +102,7 @@ class ChatModel:
         if rollout is None:
             with self._named_in_errors():
                 async with self.server() as server:
-                    return str((await self._reply(server, asked))["text"])
+                    return str((await self._ask_model(server, asked))["text"])
         # The connection and the recording belong to the loop of the rollout, and a call from another loop would wait
         # forever.
         if not rollout.stages.in_own_loop:
@@ -143,7 +143,7 @@ class ChatModel:
 
     async def _run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         with self._named_in_errors():
-            return await self._reply(await run.shared.get(_Servers).of(self), arguments)
+            return await self._ask_model(await run.shared.get(_Servers).of(self), arguments)
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class ChatModel:
             error.args = (f"The ChatModel '{self.model}' of the environment: {text}",)
             raise
 
-    async def _reply(self, server: ServerGroup, asked: Mapping[str, JSON]) -> dict[str, JSON]:
+    async def _ask_model(self, server: ServerGroup, asked: Mapping[str, JSON]) -> dict[str, JSON]:
         request = {name: value for name, value in asked.items() if name != "model" and value is not None}
         try:
             completion = await server.chat_completion(**request)

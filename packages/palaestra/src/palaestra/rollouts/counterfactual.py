@@ -77,7 +77,7 @@ class Counterfactual(msgspec.Struct, kw_only=True):
     @property
     def calls(self) -> int:
         """The number of recorded calls in the turns."""
-        return sum(map(_calls, self.turns))
+        return sum(map(_count_calls, self.turns))
 
     def for_model(self, name: str) -> Counterfactual:
         """Return the same point for a run with this model. Another model may have other tokens, so it gets the recorded
@@ -322,7 +322,7 @@ def _workspace(folder: Path, ended: Trajectory, events: Sequence[TurnTaken], tur
     named = ended.beside.sandbox.get("workspace")
     # The kept workspace is that of the rollout's end. It has no processes, so it is not the state of a rollout that
     # left some.
-    later = any(_calls(event) for event in events if event.turn > turn)
+    later = any(_count_calls(event) for event in events if event.turn > turn)
     running = any(ended.detail.get(name) for name in _PROCESSES)
     if not isinstance(named, str) or not named or named.endswith(UNTOUCHED) or later or running or not turn:
         return ""
@@ -331,7 +331,7 @@ def _workspace(folder: Path, ended: Trajectory, events: Sequence[TurnTaken], tur
     return str(here.resolve()) if inside else ""
 
 
-def _calls(event: TurnTaken) -> int:
+def _count_calls(event: TurnTaken) -> int:
     """Return the number of calls in a turn; some agents write calls as text."""
     if not event.turn or not event.messages:
         return 0

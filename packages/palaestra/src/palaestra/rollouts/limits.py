@@ -91,7 +91,7 @@ class RunLimits:
             CostSpent: self._on_cost,
             RolloutEnded: self._on_rollout,
             RolloutKept: self._on_rollout,
-            GroupFinished: self._on_group,
+            GroupFinished: self._on_group_finished,
         }
 
     async def gate(self) -> bool:
@@ -166,7 +166,7 @@ class RunLimits:
         if (trajectory.rollout_id, trajectory.beside.started_at) not in self._counted:
             self._count([_failed_by(trajectory)])
 
-    def _on_group(self, event: GroupFinished) -> None:
+    def _on_group_finished(self, event: GroupFinished) -> None:
         group = event.group
         if not group.trajectories:
             # A group that failed before it had a rollout counts as all the rollouts that it lacks.

@@ -114,7 +114,7 @@ class ProgramAgent:
             return await play.run()
         finally:
             rollout.ended(play.result())
-            await asyncio.shield(self._keep(rollout.rollout_id, b"".join(play.log.parts()), play.auxiliary()))
+            await asyncio.shield(self._write_logs(rollout.rollout_id, b"".join(play.log.parts()), play.auxiliary()))
 
     async def check_engine(self) -> None:
         """Send a plain request to the model, outside any rollout. Raises `EngineError`."""
@@ -131,7 +131,7 @@ class ProgramAgent:
         """Return a context manager that serves the conversations and the tools of a rollout."""
         return self._endpoint.open(conversations, tools)
 
-    async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
+    async def _write_logs(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
         """Write the program's output, and its model calls that are not trained on, to files named after the rollout."""
         if self._logs is None:
             return
@@ -220,7 +220,7 @@ class _Play:
                 await slot.write_text(path, text)
             process = await slot.spawn(launch.command, env=launch.env, stdin=False)
             try:
-                return await self._wait(self._exit_code(process), self._follow(process))
+                return await self._wait(self._exit_code(process), self._log_output(process))
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
                     # A program that reached a limit is scored, so it gets time to write its files. One that ended by
@@ -231,7 +231,7 @@ class _Play:
     async def _exit_code(self, process: Process) -> int | None:
         return (await process.wait()).exit_code
 
-    async def _follow(self, process: Process) -> None:
+    async def _log_output(self, process: Process) -> None:
         async for piece in process.output():
             self.log.add(piece.data)
 
@@ -378,7 +378,7 @@ class _OfferedTools:
     def service(self) -> ToolService | None:
         """Return the service that answers the program's MCP client; None if there are no tools."""
         shown = [each for each in self._rollout.seat.kit.definitions if each["function"]["name"] in self._names]
-        return McpTools(shown, self._call) if shown else None
+        return McpTools(shown, self._run_call) if shown else None
 
     def answered(self, conversation: RecordedConversation) -> None:
         """Register a reply of the model, after which the program may call tools."""
@@ -386,7 +386,7 @@ class _OfferedTools:
         if conversation.tools or not self._turn:
             self._turn = len(conversation.calls)
 
-    async def _call(self, name: str, arguments: str) -> ToolOutcome:
+    async def _run_call(self, name: str, arguments: str) -> ToolOutcome:
         """Run one call, record it, and return its outcome. Calls that may not run concurrently wait for each other."""
         self._calls_of_turn += 1
         if self.failure is not None:

@@ -190,7 +190,7 @@ class Workspaces:
     async def drop_lost(self, key: str) -> None:
         """Drop a shared snapshot that its backend has lost, so that the next `shared` prepares it again."""
         future = self._shared.get(key)
-        snapshot = _result(future)
+        snapshot = _finished_snapshot(future)
         # Another group may have prepared it again while this one waited for the answer.
         if snapshot is not None and not await self.pool.snapshots.holds(snapshot) and self._shared.get(key) is future:
             del self._shared[key]
@@ -219,7 +219,7 @@ class Workspaces:
         ended."""
         await self.finish()
         for future in self._shared.values():
-            if (snapshot := _result(future)) is not None:
+            if (snapshot := _finished_snapshot(future)) is not None:
                 await self.pool.snapshots.forget(snapshot)
         self._shared.clear()
 
@@ -383,7 +383,7 @@ def _emptied(folder: Path) -> None:
         folder.mkdir(parents=True)
 
 
-def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
+def _finished_snapshot(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
     """Return the snapshot if its preparation has succeeded, otherwise None."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None

@@ -146,10 +146,14 @@ class ArgumentSchema:
                 raise InvalidArguments("Invalid arguments: none were given. " + self._expected())
             return {}
         if not isinstance(raw, str):  # a server may pass on a decoded list or number
-            raise InvalidArguments(f"Invalid arguments: expected a JSON object, got {_kind(raw)}. {self._expected()}")
+            raise InvalidArguments(
+                f"Invalid arguments: expected a JSON object, got {_type_name(raw)}. {self._expected()}"
+            )
         value = self._decode(raw)
         if not isinstance(value, dict):
-            raise InvalidArguments(f"Invalid arguments: expected a JSON object, got {_kind(value)}. {self._expected()}")
+            raise InvalidArguments(
+                f"Invalid arguments: expected a JSON object, got {_type_name(value)}. {self._expected()}"
+            )
         return value
 
     def _decode(self, raw: str) -> JSON:
@@ -182,7 +186,7 @@ class ArgumentSchema:
                 problems.append(f"{len(unknown) - _MOST_OPTIONS} more unknown arguments")
         if not problems:
             name = ".".join(map(str, error.instance_path))
-            rule = f"{shortened(_rule(error), _SHOWN_CHARS)}, got {_show(error.instance)}{_hint(error)}"
+            rule = f"{shortened(_rule(error), _SHOWN_CHARS)}, got {_shortened_json(error.instance)}{_hint(error)}"
             problems = [f"argument '{name}'{rule}" if name else error.message.strip()]
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
 
@@ -200,7 +204,7 @@ class ArgumentSchema:
             # The allowed values say more than the type. A long list would fill the reply, and the model has it already.
             options = schema.get("enum") if isinstance(schema, Mapping) else None
             if isinstance(options, list) and len(options) <= _MOST_OPTIONS:
-                kind = "|".join(_show(option) for option in options)
+                kind = "|".join(_shortened_json(option) for option in options)
             parts.append(f"{name} ({kind}{', required' if name in self._required else ''})")
         return f"Expected: {', '.join(parts)}."
 
@@ -276,12 +280,12 @@ def _is_integer(schema: JSON) -> bool:
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
 
-def _pairs(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+def _object_of_pairs(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {_show(twice)} is given twice in one object")
+        raise ValueError(f"the name {_shortened_json(twice)} is given twice in one object")
     return value
 
 
@@ -296,10 +300,10 @@ _PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of_pairs, parse_constant=_no_constant)
 
 
-def _kind(value: JSON) -> str:
+def _type_name(value: JSON) -> str:
     kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
     return kinds.get(type(value), type(value).__name__)
 
@@ -318,7 +322,7 @@ def _is_deep(value: JSON, levels: int = 500) -> bool:
     return bool(inner)
 
 
-def _show(value: JSON) -> str:
+def _shortened_json(value: JSON) -> str:
     return shortened(json.dumps(value, ensure_ascii=False, default=str), _SHOWN_CHARS)
 
 

@@ -101,7 +101,7 @@ class ToolResult:
         left out if empty, and so is metadata that the output repeats (see `result_of`), for which the model would pay
         twice."""
         shown: dict[str, JSON] = {"success": self.success, "output": self.output}
-        metadata = {} if self.output == _written(self.metadata) else dict(self.metadata)
+        metadata = {} if self.output == _fields_json(self.metadata) else dict(self.metadata)
         optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": metadata}
         shown.update((key, value) for key, value in optional.items() if value)
         return f"<tool_response>{json.dumps(shown, ensure_ascii=False)}</tool_response>"
@@ -122,11 +122,11 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
         error = f"Exit code: {exit_code}"
     success = not error
     key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
-    output = rest.pop(key) if key is not None else _written(rest) if rest else ""
+    output = rest.pop(key) if key is not None else _fields_json(rest) if rest else ""
     return ToolResult(success, output, error, rest, uniq_id)
 
 
-def _written(fields: Mapping[str, JSON]) -> str:
+def _fields_json(fields: Mapping[str, JSON]) -> str:
     return json.dumps(fields, ensure_ascii=False, default=str)
 
 

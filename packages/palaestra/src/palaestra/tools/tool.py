@@ -109,7 +109,7 @@ class ToolOutcome:
             text = encodable(reply)
             return cls(reply, text, _error_in_text(text))
         text = encodable(json.dumps(dict(reply), ensure_ascii=False))
-        return cls(reply, text, _error(reply.get("error"), reply.get("exit_code")))
+        return cls(reply, text, _error_text(reply.get("error"), reply.get("exit_code")))
 
     @classmethod
     def refused(cls, error: str, **details: JSON) -> ToolOutcome:
@@ -445,9 +445,9 @@ def _error_in_text(text: str) -> str:
         report = _REPORT.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return ""
-    return _error(report.error, report.exit_code)
+    return _error_text(report.error, report.exit_code)
 
 
-def _error(error: JSON, exit_code: JSON) -> str:
+def _error_text(error: JSON, exit_code: JSON) -> str:
     ran = isinstance(exit_code, int) and exit_code >= 0
     return "" if ran or not error else encodable(str(error))

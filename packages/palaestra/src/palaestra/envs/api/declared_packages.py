@@ -37,7 +37,7 @@ class DeclaredPackages:
 
     def check(self) -> None:
         """Raise `ConfigError` if sandboxes without an image of their own cannot have the environment's packages."""
-        if problem := self._refusal(self._wanted(Task("", ""), ())[0]):
+        if problem := self._packages_problem(self._wanted(Task("", ""), ())[0]):
             raise ConfigError(f"environment {self._environment}: {problem}")
 
     async def install(self, task: Task) -> None:
@@ -56,7 +56,7 @@ class DeclaredPackages:
 
     async def _install(self, wanted: _Wanted) -> None:
         image, names = wanted
-        problem = self._refusal(image)
+        problem = self._packages_problem(image)
         if not problem:
             from palaestra_slots.images.python_packages import installed_packages  # imported here: few declare any
 
@@ -67,7 +67,7 @@ class DeclaredPackages:
                 problem = _in_one_line(f"{error}", image)
         self._failed[wanted] = problem
 
-    def _refusal(self, image: str | None) -> str:
+    def _packages_problem(self, image: str | None) -> str:
         """Return why sandboxes with these settings cannot have packages, or nothing."""
         backend, level = self._config.slot_backend, self._config.isolation
         if not _BACKENDS.issuperset(backend_words(backend)):

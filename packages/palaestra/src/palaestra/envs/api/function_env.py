@@ -131,7 +131,9 @@ class FunctionEnvironment(HeldOutEnvironment):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         if self.form.preparation is not None:
             rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
-            await _call(self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
+            await _call_hook(
+                self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)}
+            )
 
     def recipe(self, task: Task) -> JSON:
         """Return the task's declared cache key and, if there is a prepare hook, everything on which the hook may
@@ -154,7 +156,7 @@ class FunctionEnvironment(HeldOutEnvironment):
             CURRENT.set(rollout)  # in the task of this hook only
             rng = random.Random(f"{self.config.seed}:{rollout.task.id}:state")
             sources = {"task": _known(rollout.task), "rng": _known(rng)}
-            rollout.keep_state(RolloutState(await _call(self.form.made_state, sources)))
+            rollout.keep_state(RolloutState(await _call_hook(self.form.made_state, sources)))
 
     @property
     def has_user(self) -> bool:
@@ -179,7 +181,7 @@ class FunctionEnvironment(HeldOutEnvironment):
             "sandbox": rollout.sandbox,
             "rng": _known(rng),
         }
-        return _message(await _call(hook, sources), hook.name)
+        return _user_message(await _call_hook(hook, sources), hook.name)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         commands = HookCommands(grading, in_class=False)
@@ -257,7 +259,7 @@ def _known(value: object) -> Source:
     return source
 
 
-def _message(said: object, hook: str) -> Message | None:
+def _user_message(said: object, hook: str) -> Message | None:
     """Return what a user said as a message that the journal can have. Raises `TaskError`."""
     if isinstance(said, str):
         return {"role": "user", "content": said}
@@ -277,12 +279,12 @@ def _message(said: object, hook: str) -> Message | None:
 async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:
     """Return one part of the score: 0 if the hook let the failure of the work pass."""
     try:
-        return score_of(await _call(hook, sources), f"the score {hook.name}")
+        return score_of(await _call_hook(hook, sources), f"the score {hook.name}")
     except WorkError as error:
         return Score(0.0, detail={"work_failed": str(error)})
 
 
-async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
+async def _call_hook(hook: Hook, sources: Mapping[str, Source]) -> JSON:
     """Call a hook's function with the arguments that its parameters name, and return its answer. Raises
     `NotAwaited`."""
     arguments = {}

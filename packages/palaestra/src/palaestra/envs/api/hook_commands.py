@@ -58,7 +58,7 @@ class HookCommands:
     def see(self, command: str | Sequence[str], done: ExecutionResult) -> None:
         """Note that the hook runs commands. If the command failed for want of a network, a program or a file, keep the
         cause."""
-        note_way(Way.EXIT_CODE, _shown(command))
+        note_way(Way.EXIT_CODE, _command_text(command))
         if done.success or len(self.causes) >= _MOST_CAUSES:
             return
         told = f"{done.output}\n{done.error}\n{done.metadata.get('stderr', '')}"
@@ -66,7 +66,7 @@ class HookCommands:
         if found is None:
             return
         line, advice = found
-        cause = f"`{_shown(command)}` failed: {one_line(line, _SHOWN_CHARS)}; {advice}"
+        cause = f"`{_command_text(command)}` failed: {one_line(line, _SHOWN_CHARS)}; {advice}"
         if cause not in self.causes:
             self.causes.append(cause)
 
@@ -77,7 +77,7 @@ class HookCommands:
             (_NETWORK, self._network),
             (_TRUST, self._trust),
             (_PROGRAM, self._program),
-            (_FILE, self._program if exit_code == _NOT_FOUND else self._file),
+            (_FILE, self._program if exit_code == _NOT_FOUND else self._missing_file_problem),
         ):
             # The last such line is about the failure; a command may have survived earlier ones.
             line = next((line for line in reversed(lines) if pattern.search(line)), None)
@@ -98,7 +98,7 @@ class HookCommands:
     def _program(self) -> str:
         return "the check's sandbox lacks it; add it to the task's image or to the preparation"
 
-    def _file(self) -> str:
+    def _missing_file_problem(self) -> str:
         if self._grading.live:
             return "the file does not exist in the agent's sandbox"
         return "the agent did not leave the file, or the check shows the prepared version of it"
@@ -120,7 +120,7 @@ class HookCommands:
         return replace(score, detail={**score.detail, MISSING: list(self.causes)})
 
 
-def _shown(command: str | Sequence[str]) -> str:
+def _command_text(command: str | Sequence[str]) -> str:
     return one_line(command if isinstance(command, str) else shlex.join(command), _SHOWN_COMMAND)
 
 

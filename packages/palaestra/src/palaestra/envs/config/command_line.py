@@ -749,7 +749,7 @@ def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str
 def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
     for name, source in config.sources.items():
         own = _own_name(f"{group}.{name}")
-        shown = f"{own or f'{group}.{name}'} = {_shown(name, getattr(config.value, name))}"
+        shown = f"{own or f'{group}.{name}'} = {_value_text(name, getattr(config.value, name))}"
         yield shown, f"{source} (env.{name})" if own else source
 
 
@@ -758,7 +758,7 @@ def _own_name(setting: str) -> str:
     return next((own for own, name in OWN_NAMES.items() if name == setting), "")
 
 
-def _shown(name: str, value: JSON) -> str:
+def _value_text(name: str, value: JSON) -> str:
     if value and is_secret(name):
         return "(hidden)"
     return redacted(str(getattr(value, "value", value))) if value != "" else '""'
@@ -801,7 +801,7 @@ def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON
     info = find_setting(model_type, name)
     assert info is not None
     default = own_default if own_default is not None else info.get_default(call_default_factory=True)
-    shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
+    shown = "" if default is PydanticUndefined else f" [{_value_text(name, default)}]"
     kinds = [each for each in describe(info.annotation).split("|") if each not in _not_offered(info)]
     own = _own_name(f"{group}.{name}")
     flag = f"{f'--{own}, ' if own else ''}--{group}.{name} {'|'.join(kinds)}"

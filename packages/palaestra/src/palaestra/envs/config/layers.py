@@ -122,7 +122,7 @@ class FileSettings:
 def read_file(path: Path) -> FileSettings:
     """Read a YAML file with the keys env, openai, slurm and testing, and with settings by their own names
     (`OWN_NAMES`). Raises `ConfigError`."""
-    content = _load(path)
+    content = _read_settings(path)
     known = (*_TOP_KEYS, *OWN_NAMES)
     for key in content:
         if key not in known:
@@ -192,7 +192,7 @@ def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, s
     }
 
 
-def _load(path: Path) -> dict[str, JSON]:
+def _read_settings(path: Path) -> dict[str, JSON]:
     try:
         text = path.read_text(encoding="utf-8")
         content = read_yaml(text)

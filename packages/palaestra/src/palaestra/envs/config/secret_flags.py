@@ -22,7 +22,7 @@ def split_secrets(words: Sequence[str], hidden: Collection[str] = ()) -> tuple[l
     for group in flags_of(words):
         flag, equals, value = group[0].partition("=")
         values = [value, *group[1:]] if equals else group[1:]
-        if setting_of(flag) in hidden or any(map(is_secret, _parts(flag))) or any(map(has_secret, values)):
+        if setting_of(flag) in hidden or any(map(is_secret, _flag_words(flag))) or any(map(has_secret, values)):
             secret.append(flag)
         else:
             kept += group
@@ -50,5 +50,5 @@ def has_secret(word: str) -> bool:
     return any(without_secrets({"": each}) != {"": each} for each in (word, value))
 
 
-def _parts(flag: str) -> list[str]:
+def _flag_words(flag: str) -> list[str]:
     return SHORT_FORMS.get(flag, flag.removeprefix("--")).replace("-", "_").split(".")

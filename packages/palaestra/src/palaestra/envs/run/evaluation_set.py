@@ -83,11 +83,11 @@ def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[
     while rest and not is_flag(rest[0]):
         environments.append(rest.pop(0))
     flags = flags_of(rest)
-    models = [each for each in flags if _named(each, _MODEL)]
-    addresses = [each for each in flags if _named(each, _ADDRESS)]
+    models = [each for each in flags if _is_named(each, _MODEL)]
+    addresses = [each for each in flags if _is_named(each, _ADDRESS)]
     if len(models) < 2 and not any(map(_own_settings, models)):
         return environments, [], rest
-    served = [each for each in models if not _named(each, _POLICY) and not _has_address(_own_settings(each))]
+    served = [each for each in models if not _is_named(each, _POLICY) and not _has_address(_own_settings(each))]
     shared = [word for each in flags if each not in (*models, *addresses) for word in each]
     if len(addresses) not in (0, 1, len(served)):
         raise ConfigError(
@@ -120,7 +120,7 @@ def _without_settings(model: Sequence[str]) -> list[str]:
 
 
 def _has_address(words: Sequence[str]) -> bool:
-    return any(_named(each, _ADDRESS) for each in flags_of(words))
+    return any(_is_named(each, _ADDRESS) for each in flags_of(words))
 
 
 def _without_secrets(line: _Line) -> Member:
@@ -169,7 +169,7 @@ def _check_given_again(line: _Line) -> None:
         )
 
 
-def _named(flag: Sequence[str], names: Sequence[str]) -> bool:
+def _is_named(flag: Sequence[str], names: Sequence[str]) -> bool:
     return flag[0].partition("=")[0] in names
 
 
@@ -177,7 +177,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     """Evaluate every model on every environment, and return the exit code. An environment may have settings of its own,
     in one word: `"my_env.py --env.n 20"`. Raises `ConfigError`."""
     failed_of, words = _without(words, _FAILED_OF)
-    if len(environments) > 1 and any(_named([word], _TASK) for word in words):
+    if len(environments) > 1 and any(_is_named([word], _TASK) for word in words):
         raise ConfigError(
             "--task names tasks of one environment: write it beside the environment, in quotes, such as "
             f'"{environments[0]} --task ID"'
@@ -186,7 +186,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     for environment in environments:
         name, *own = shlex.split(environment)
         for model in models or [[]]:
-            lines.append(_parsed(Member(name, ["evaluate", *words, *own, *model], "")))
+            lines.append(_parse_member(Member(name, ["evaluate", *words, *own, *model], "")))
     if failed_of is not None:
         lines = [*_those_failed(lines, find_set(failed_of), failed_of)]
     taken: set[str] = set()
@@ -230,7 +230,7 @@ def resume_set(folder: Path, settings: Sequence[str]) -> int:
 def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> int:
     """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
     is not 0."""
-    lines = [_parsed(each, settings) for each in members]
+    lines = [_parse_member(each, settings) for each in members]
     _check_keys(lines, settings)
     left = [each for each in lines if settings or not _is_finished(folder / each.member.folder)]
     if lines[0].parsed.dry_run:
@@ -280,14 +280,14 @@ def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:
                 return code or TOO_MANY_FAILURES
             line = replace(line, parsed=_with_budget(line.parsed, budget - others))
         sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
-        ended = _run(line, folder)
+        ended = _play_run(line, folder)
         code = code or ended
-        if _state(place) == INTERRUPTED_BY:
+        if _run_state(place) == INTERRUPTED_BY:
             break
     return code
 
 
-def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
+def _parse_member(member: Member, settings: Sequence[str] = ()) -> _Line:
     """Return the member with its command line, parsed as `palaestra eval` would parse it."""
     dotenv, words = read_keys(Path.cwd()), [*member.words, *settings]
     with exported(dotenv):
@@ -302,7 +302,7 @@ def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
     return _Line(member, form, parsed)
 
 
-def _run(line: _Line, folder: Path) -> int:
+def _play_run(line: _Line, folder: Path) -> int:
     """Play one run of the set in a folder, and return its exit code. If it cannot begin, the error is printed, and the
     other runs are still played."""
     dotenv, place = read_keys(Path.cwd()), folder / line.member.folder
@@ -392,10 +392,10 @@ def _those_failed(lines: Sequence[_Line], earlier: Path | None, name: str) -> It
         else:
             failed = open_run(name).failed_tasks()
         left += bool(failed)
-        others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
+        others = [word for each in flags_of(line.member.words) if not _is_named(each, _TASK) for word in each]
         # Escaped, because an id with brackets or stars would be read as a pattern.
         chosen = json.dumps([escaped(each) for each in failed])
-        yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
+        yield _parse_member(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
     if not left:
         raise ConfigError(f"every rollout of {name} earned the full reward, so no task of it has failed")
 
@@ -428,7 +428,7 @@ def _spent(place: Path) -> float:
     return spent(place) if _begun(place) else 0.0
 
 
-def _state(place: Path) -> str:
+def _run_state(place: Path) -> str:
     return RunReader(place / JOURNAL_NAME).read().state if _begun(place) else ""
 
 

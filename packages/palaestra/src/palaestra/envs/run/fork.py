@@ -29,14 +29,14 @@ def settings_for(recorded: Mapping[str, JSON]) -> dict[str, JSON]:
 async def forked_task(environment: EvaluatedEnvironment, begins: Counterfactual) -> AsyncIterator[Numbered]:
     """Yield the task of the rollout, with its number. Raises `ConfigError` if the environment no longer has it."""
     for tasks in (environment.chosen_tasks(), await environment.evaluated_tasks()):
-        found = None if tasks is None else await _task(tasks, begins.task_id)
+        found = None if tasks is None else await _find_task(tasks, begins.task_id)
         if found is not None:
             yield begins.number, found
             return
     raise ConfigError(f"{environment.name} no longer has the task {begins.task_id!r}, so it cannot be continued")
 
 
-async def _task(tasks: AsyncIterator[Task], task_id: str) -> Task | None:
+async def _find_task(tasks: AsyncIterator[Task], task_id: str) -> Task | None:
     read = 0
     async for task in tasks:
         if task.id == task_id:

@@ -139,9 +139,9 @@ class _FinishedGroups:
         self._closed = False
 
     def handlers(self) -> Handlers:
-        return {GroupFinished: self._on_group}
+        return {GroupFinished: self._on_group_finished}
 
-    def _on_group(self, event: GroupFinished) -> None:
+    def _on_group_finished(self, event: GroupFinished) -> None:
         self._groups.append(event.group)
         self._changed.set()
 

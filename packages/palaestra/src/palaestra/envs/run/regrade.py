@@ -292,7 +292,7 @@ class _Grader:
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
         lost = _lost(trajectory) if folder is None else ""
-        score = await rollout.regrade(_result(trajectory), sealed, trajectory.state, lost)
+        score = await rollout.regrade(_agent_result(trajectory), sealed, trajectory.state, lost)
         asked = rollout.log.model_calls
         return replace(score, metrics={**score.metrics, **asked}) if asked else score
 
@@ -325,7 +325,7 @@ def _below(snapshot: Snapshot | None) -> Snapshot | None:
     return replace(snapshot, snapshot_id=f"{snapshot.snapshot_id}-below", layers=snapshot.layers[1:])
 
 
-def _result(trajectory: Trajectory) -> AgentResult:
+def _agent_result(trajectory: Trajectory) -> AgentResult:
     """Return the recorded conversation, as a score hook reads it."""
     turns = [
         Turn(each.number, each.finish_reason, each.prompt_tokens, each.completion_tokens, 0.0, 0.0, each.tools)

@@ -110,7 +110,7 @@ class Reporting:
         self._texts: dict[str, str] = {}
 
     def handlers(self) -> Handlers:
-        return {GroupFinished: self._on_group, MetricsLogged: lambda event: self._log(event.numbers)}
+        return {GroupFinished: self._on_group_finished, MetricsLogged: lambda event: self._log(event.numbers)}
 
     def report_to(self, note: Callable[[str], None]) -> None:
         """Call `note` from now on with a line about each failing tracker."""
@@ -123,7 +123,7 @@ class Reporting:
     def add(self, tracker: Tracker) -> None:
         self._trackers.append(tracker)
 
-    def _on_group(self, event: GroupFinished) -> None:
+    def _on_group_finished(self, event: GroupFinished) -> None:
         group = event.group
         self._step += 1
         # Known groups count as steps all the same, so that the curves of a resumed run continue where they ended.
@@ -135,13 +135,13 @@ class Reporting:
 
     @contextmanager
     def running(self, environment: Environment) -> Iterator[None]:
-        reporting = asyncio.create_task(self._report(environment), name="figures")
+        reporting = asyncio.create_task(self._log_figures(environment), name="figures")
         try:
             yield
         finally:
             reporting.cancel()
 
-    async def _report(self, environment: Environment) -> None:
+    async def _log_figures(self, environment: Environment) -> None:
         while True:
             await self._enough.wait()
             self._enough.clear()

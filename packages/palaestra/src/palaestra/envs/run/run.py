@@ -678,12 +678,12 @@ class CommandRun:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
             else:
-                feed, roll_out = None, partial(self._run_groups, limit, self._keep)
+                feed, roll_out = None, partial(self._run_groups, limit, self._keep_or_skip)
                 if command == "serve":
                     from palaestra.envs.run.feed import make_feed  # most runs feed no trainer
 
                     feed = make_feed(config, self.output, context.events.note, environment.trainer_takes)
-                    roll_out = partial(feed.run, partial(self._run_groups, limit), self._keep)
+                    roll_out = partial(feed.run, partial(self._run_groups, limit), self._keep_or_skip)
                 if (evaluations := self._make_evaluations(feed)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
@@ -771,11 +771,11 @@ class CommandRun:
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
         workers = config.evaluation_workers(self.concurrency)
-        evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
+        evaluation = Evaluation(self.environment, context, workers, self._keep_or_skip, context.limits.gate, limit)
         totals = await evaluation.run()
         note = context.events.note
         if evaluation.logged:
-            metrics = {**evaluation.logged["metrics"], **await self._chosen(totals.groups)}
+            metrics = {**evaluation.logged["metrics"], **await self._choice_metrics(totals.groups)}
             evaluation.logged = {**evaluation.logged, "metrics": metrics}
             folder, copy = self.output.folder.path / "evaluation", self.parsed.env_config.data_dir_to_save_evals
             for each in (folder, *([Path(copy)] if copy else [])):
@@ -787,7 +787,7 @@ class CommandRun:
             note(f"{self.environment.name} logged no metrics: its evaluate did not call evaluate_log")
         return totals
 
-    async def _chosen(self, tasks: int) -> Mapping[str, JSON]:
+    async def _choice_metrics(self, tasks: int) -> Mapping[str, JSON]:
         """Return the metrics of an evaluation of some of the environment's tasks; none if it has all of them."""
         from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
 
@@ -804,7 +804,7 @@ class CommandRun:
             return read_timings(Path(named))
         return read_timings(self.output.folder.journal) if self.output.resumes else {}
 
-    def _keep(self, group: Group) -> None:
+    def _keep_or_skip(self, group: Group) -> None:
         if self.parsed.env_config.ensure_scores_are_not_same and group.same_scores:
             self.output.skip(group)
         else:
@@ -815,12 +815,12 @@ def _unkept(console: Console) -> Callable[[ConfigError], None]:
     """Return a function that reports the first reason why prepared workspaces are not kept for other runs."""
     told: list[ConfigError] = []
 
-    def report(error: ConfigError) -> None:
+    def note_once(error: ConfigError) -> None:
         if not told:
             told.append(error)
             console.note(f"a prepared workspace is not kept for other runs: {error}")
 
-    return report
+    return note_once
 
 
 _SHOWN_CAUSES = 5
@@ -858,7 +858,7 @@ def _print_verdict(
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
         lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
-    first, *others = [line for line in (*lines, *_slots(figures), *_files(output), unfinished) if line]
+    first, *others = [line for line in (*lines, *_slots(figures), *_file_lines(output), unfinished) if line]
     stream.write("\n  ".join((first, *others)) + "\n")
 
 
@@ -905,7 +905,7 @@ def _hours(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
 
 
-def _files(output: RunOutput) -> list[str]:
+def _file_lines(output: RunOutput) -> list[str]:
     """Return one line of text for each file of a run."""
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:

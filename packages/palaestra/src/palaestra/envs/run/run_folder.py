@@ -134,7 +134,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
 
 def run_place(root: Path, env: str, model: str) -> Path:
     """Return the folder that contains the runs of an environment with a model."""
-    return root / f"{_plain(env)}--{_plain(model)}"
+    return root / f"{_folder_name(env)}--{_folder_name(model)}"
 
 
 def named_folder(path: Path) -> RunFolder:
@@ -151,7 +151,7 @@ def named_folder(path: Path) -> RunFolder:
     return RunFolder(path, f"{path.parent.name}.{path.name}" if in_set else path.name)
 
 
-def _plain(name: str) -> str:
+def _folder_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name.strip("/")).strip("-") or "unnamed"
 
 

@@ -172,11 +172,11 @@ def figures_of(run: Run, groups: Iterable[Group]) -> tuple[Mapping[str, JSON], s
     done, tasks = list[Trajectory](), set[str]()
     for group in groups:
         tasks.add(group.task_id)
-        done += map(_result, group.trajectories)
+        done += map(_without_messages, group.trajectories)
     return pass_at_k.figures(done, group_size(run.recording.meta.config), tasks=len(tasks)), tasks
 
 
-def _result(trajectory: Trajectory) -> Trajectory:
+def _without_messages(trajectory: Trajectory) -> Trajectory:
     """Return the rollout without its messages and tokens, because a run may have very many."""
     return msgspec.structs.replace(trajectory, messages=[], turns=[], ledger=None, row=None, detail={})
 
@@ -328,16 +328,16 @@ def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
     folder."""
     names, lines = cells(rows)
 
-    def line(tag: str, cells: Iterable[str], link: str | None = None) -> str:
+    def html_row(tag: str, cells: Iterable[str], link: str | None = None) -> str:
         texts = [html.escape(printable(cell)) for cell in cells]
         if link is not None:
             texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>'
         return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
 
-    body = "\n".join(line("td", cells, links.get(row.run)) for row, cells in zip(rows, lines, strict=True))
+    body = "\n".join(html_row("td", cells, links.get(row.run)) for row, cells in zip(rows, lines, strict=True))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{line('th', names)}</thead>\n"
+        f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{html_row('th', names)}</thead>\n"
         f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(about(rows))}</p></body></html>\n"
     )
 

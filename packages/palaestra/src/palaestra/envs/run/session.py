@@ -238,13 +238,13 @@ class Play:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         self._calls += 1
         call = ToolCallMessage(id=f"call_{self._calls}", function=FunctionCall(name=name, arguments=text))
-        await self._reply(AssistantMessage(tool_calls=[call]))
+        await self._send_reply(AssistantMessage(tool_calls=[call]))
         return str(self.messages[-1]["content"]) if self.messages[-1]["role"] == "tool" else ""
 
     async def say(self, text: str) -> str | None:
         """Say something to the environment's user and return the answer, or None if the conversation is over. Without a
         user, this ends the rollout. Raises `InfraError` if the rollout has ended."""
-        await self._reply(AssistantMessage(content=text))
+        await self._send_reply(AssistantMessage(content=text))
         return None if self._group.done() else str(self.messages[-1]["content"])
 
     async def finish(self, text: str = "") -> Trajectory:
@@ -253,13 +253,13 @@ class Play:
         if the task's workspace could not be prepared."""
         self._player.over = True
         while not self._group.done():
-            await self._reply(AssistantMessage(content=text))
+            await self._send_reply(AssistantMessage(content=text))
         group = self._group.result()
         if not group.trajectories:
             raise PrepareError(group.error)
         return group.trajectories[0]
 
-    async def _reply(self, message: AssistantMessage) -> None:
+    async def _send_reply(self, message: AssistantMessage) -> None:
         if self._group.done():
             raise InfraError(f"the rollout of {self.task.id} has ended")
         self._player.replies.put_nowait(message)

@@ -224,7 +224,7 @@ class _Steps:
     def take(self, message: ChatMessage, turn: int | None) -> None:
         """Add one message. `turn` is the number (from 1) of the model's turn that wrote it."""
         if message.role == "tool":
-            self._result(message)
+            self._add_result(message)
         elif message.role == "assistant":
             self.steps.append(self._agent_step(message, turn))
         else:
@@ -265,7 +265,7 @@ class _Steps:
             extra=_ours(kept),
         )
 
-    def _result(self, message: ChatMessage) -> None:
+    def _add_result(self, message: ChatMessage) -> None:
         """Add a tool's result to the agent's step before it, or to a step of its own."""
         # ATIF keeps results only in the step that called. A history that was rewritten may have lost that step.
         if not self.steps or self.steps[-1].source != "agent":

@@ -137,10 +137,10 @@ def _checked_score(trajectory: Trajectory) -> float:
 
 def line_messages(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a rollout as a line has them. Raises `ValueError` if one has no role."""
-    return [_message(message, trajectory) for message in trajectory.messages]
+    return [_with_content(message, trajectory) for message in trajectory.messages]
 
 
-def _message(message: Message, trajectory: Trajectory) -> Message:
+def _with_content(message: Message, trajectory: Trajectory) -> Message:
     """Return the message, with `content` set to None if it is missing: the API server requires the key, but some
     clients omit it next to tool calls. Raises `ValueError` if the message has no role."""
     if not message.get("role"):

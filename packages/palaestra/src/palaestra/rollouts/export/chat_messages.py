@@ -78,7 +78,7 @@ def chat_message(message: Message) -> ChatMessage:
         role=_ROLES.get(role, role),
         content=_content(message.get("content")),
         reasoning=message[thought] if thought else "",
-        calls=tuple(map(_call, calls)),
+        calls=tuple(map(_read_call, calls)),
         call_id=str(message.get("tool_call_id") or ""),
         name=str(message.get("name") or ""),
         rest=rest,
@@ -144,7 +144,7 @@ def _content(content: JSON) -> str | list[JSON]:
     return content if isinstance(content, (str, list)) else json.dumps(content, ensure_ascii=False)
 
 
-def _call(call: JSON) -> MessageCall:
+def _read_call(call: JSON) -> MessageCall:
     """Read a call of any shape. Arguments that are an object become JSON text."""
     call = call if isinstance(call, Mapping) else {}
     function = call.get("function")

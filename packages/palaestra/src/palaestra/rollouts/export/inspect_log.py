@@ -58,7 +58,7 @@ class InspectExporter:
         summaries: list[JSON] = []
         started = {"version": LOG_VERSION, "eval": _spec(meta), "plan": _PLAN}
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-            _add(archive, START, started)
+            _add_member(archive, START, started)
             for group in groups:
                 for trajectory in report.chosen(group, meta):
                     if not trajectory.messages:
@@ -67,13 +67,13 @@ class InspectExporter:
                     epochs[trajectory.task_id] += 1
                     epoch = epochs[trajectory.task_id]
                     sample, remarks = inspect_sample(trajectory, epoch, meta)
-                    _add(archive, f"{SAMPLES}{trajectory.task_id}_epoch_{epoch}.json", sample)
+                    _add_member(archive, f"{SAMPLES}{trajectory.task_id}_epoch_{epoch}.json", sample)
                     summaries.append({name: sample[name] for name in _SUMMARY if name in sample} | {"completed": True})
                     for name, score in sample["scores"].items():
                         values.setdefault(name, []).append(score["value"])
                     report.wrote(remarks)
-            _add(archive, SUMMARIES, summaries)
-            _add(archive, HEADER, _header(meta, started, len(summaries), values))
+            _add_member(archive, SUMMARIES, summaries)
+            _add_member(archive, HEADER, _header(meta, started, len(summaries), values))
         return report
 
 
@@ -83,7 +83,7 @@ def inspect_sample(trajectory: Trajectory, epoch: int, meta: ExportMeta) -> tupl
     turns = own_turns(conversation, len(trajectory.turns))
     remarks: set[str] = set()
     messages = [
-        _message(message, turn is not None, meta.model, remarks)
+        _inspect_message(message, turn is not None, meta.model, remarks)
         for message, turn in zip(conversation, turns, strict=True)
     ]
     replies = [each for each in messages if each["role"] == "assistant"]
@@ -183,7 +183,7 @@ def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
     }
 
 
-def _message(message: ChatMessage, own: bool, model: str, remarks: set[str]) -> dict[str, JSON]:
+def _inspect_message(message: ChatMessage, own: bool, model: str, remarks: set[str]) -> dict[str, JSON]:
     role = message.role if message.role in _ROLES else "user"
     made: dict[str, JSON] = {"role": role, "content": _content(message, remarks)}
     if message.role not in _ROLES:
@@ -237,7 +237,7 @@ def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _add(archive: zipfile.ZipFile, name: str, value: JSON) -> None:
+def _add_member(archive: zipfile.ZipFile, name: str, value: JSON) -> None:
     """Add a member with a fixed time, so that the same run gives the same archive."""
     info = zipfile.ZipInfo(name)
     info.compress_type = zipfile.ZIP_DEFLATED

@@ -97,7 +97,7 @@ class _Turns:
             self.remarks.add(NOT_TEXT)
         self.remarks |= {f"without the message field {key!r}" for key in message.rest if key != "role"}
         if message.role == "tool":
-            self._result(message)
+            self._add_result(message)
             return
         if message.name:
             self.remarks.add("without the speaker's name")
@@ -125,12 +125,12 @@ class _Turns:
             self.remarks.add("a later system message is written as a human turn")
         last = self.turns[-1]["from"] if self.turns else ""
         if self.in_text and last == "gpt" and message.text.startswith("<tool_response>"):
-            self._add("tool", message.text)
+            self._add_turn("tool", message.text)
         elif last in ("human", "tool"):
             self.remarks.add(f"a human message is joined to the {last} turn before it")
             self.turns[-1]["value"] += f"\n\n{message.text}"
         else:
-            self._add("human", message.text)
+            self._add_turn("human", message.text)
 
     def _gpt(self, message: ChatMessage) -> None:
         if not self.turns:
@@ -140,11 +140,11 @@ class _Turns:
             self.remarks.add("replies without anything between them are joined")
             self.turns[-1]["value"] += f"\n\n{_spoken(message)}"
         else:
-            self._add("gpt", _spoken(message))
+            self._add_turn("gpt", _spoken(message))
         if "<tool_call>" in message.text and not self.in_text:
             self.remarks.add("has text that looks like a call")
 
-    def _result(self, message: ChatMessage) -> None:
+    def _add_result(self, message: ChatMessage) -> None:
         if not self._open:
             raise Unfit("has a tool result without a call")
         self._results.append(message)
@@ -156,10 +156,10 @@ class _Turns:
             order = {call.id: place for place, call in reversed(list(enumerate(self._open)))}
             self._results.sort(key=lambda result: order.get(result.call_id, len(order)))
             names = {call.id: call.name for call in self._open}
-            self._add("tool", "\n".join(_returned(result, names) for result in self._results))
+            self._add_turn("tool", "\n".join(_returned(result, names) for result in self._results))
         self._open, self._results = [], []
 
-    def _add(self, speaker: str, value: str) -> None:
+    def _add_turn(self, speaker: str, value: str) -> None:
         self.turns.append({"from": speaker, "value": value})
 
 

@@ -45,9 +45,9 @@ class _Line:
             str(self.outcomes.total()),
             str(len(self.rewards)),
             _mean(self.rewards),
-            _number(max(self.rewards)) if self.rewards else "",
+            _six_digits(max(self.rewards)) if self.rewards else "",
             _mean(self.officials) if self.judged else "",
-            "" if self.total else " ".join(map(_number, self.rewards)),
+            "" if self.total else " ".join(map(_six_digits, self.rewards)),
             _counts(self.labels),
             _counts(self.outcomes),
             self.error,
@@ -119,14 +119,14 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
 
 
 def _mean(values: Sequence[float]) -> str:
-    return _number(math.fsum(values) / len(values)) if values else ""
+    return _six_digits(math.fsum(values) / len(values)) if values else ""
 
 
 def _counts(counted: Counter[str]) -> str:
     return " ".join(f"{name}:{count}" for name, count in counted.most_common())
 
 
-def _number(value: float) -> str:
+def _six_digits(value: float) -> str:
     """Return the number with at most six significant digits, without an exponent for usual scores."""
     return f"{value:.6g}"
 

@@ -96,7 +96,7 @@ class RowsExporter:
                 # again.
                 made = None
                 if meta.encoding is not None and not trajectory.has_tokens:
-                    made = _encoded(trajectory, group, meta, meta.encoding, report)
+                    made = _encoded_rows(trajectory, group, meta, meta.encoding, report)
                     if not made:
                         continue
                 else:
@@ -119,7 +119,7 @@ class RowsExporter:
         return report
 
 
-def _encoded(
+def _encoded_rows(
     trajectory: Trajectory, group: Group, meta: ExportMeta, encoding: Encoding, report: ExportReport
 ) -> list[TokenRow]:
     """Return the rows of a rollout whose tokens were not sampled. Counts the rollout as left out and returns none if it

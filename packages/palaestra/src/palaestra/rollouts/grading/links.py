@@ -146,7 +146,7 @@ def _is_of_kernel(path: str) -> bool:
     return is_below(path, _OF_KERNEL) and not is_below(path, SCRATCH)
 
 
-def _parts(path: str) -> list[str]:
+def _names_reversed(path: str) -> list[str]:
     """Return the names in a path, the last one first."""
     return [name for name in path.split("/") if name not in ("", ".")][::-1]
 
@@ -184,7 +184,7 @@ class _Places:
         of the kernel is not looked up, because it may differ in each process."""
         own = await self._entry(link)
         first = own.target if own is not None else ""
-        here, ahead, hops, kind = "/", _parts(link), 0, "dir"
+        here, ahead, hops, kind = "/", _names_reversed(link), 0, "dir"
         while ahead:
             part = ahead.pop()
             if part == "..":
@@ -203,7 +203,7 @@ class _Places:
                 return "none", first, first
             if entry.kind == "symlink":
                 hops += 1
-                ahead += _parts(entry.target)
+                ahead += _names_reversed(entry.target)
                 here = "/" if entry.target.startswith("/") else here
                 continue
             here, kind = path, entry.kind

@@ -87,7 +87,7 @@ def plain(value: T, depth: int = 0) -> T:
     return cast("T", copied)
 
 
-def _written(value: T) -> tuple[T, bytes]:
+def _value_and_line(value: T) -> tuple[T, bytes]:
     """Return the value and its JSON line, or those of a `plain` copy if JSON cannot hold the value itself."""
     try:
         return value, _encoder.encode(value)
@@ -98,18 +98,18 @@ def _written(value: T) -> tuple[T, bytes]:
 
 def encoded(value: JSON) -> bytes:
     """Return the value as JSON; a `plain` copy of it if JSON cannot hold the value itself."""
-    return _written(value)[1]
+    return _value_and_line(value)[1]
 
 
 def checksum(messages: Sequence[Message]) -> str:
     """Return a checksum (hex) of a conversation."""
-    return hashlib.blake2b(_written(list(messages))[1], digest_size=12).hexdigest()
+    return hashlib.blake2b(_value_and_line(list(messages))[1], digest_size=12).hexdigest()
 
 
 def line_of(event: EventT, check: Callable[[EventT], None] | None = None) -> tuple[EventT, bytes]:
     """Return the event, or a `plain` copy if JSON cannot hold it, and its line without the line break. Raises
     `ValueError` as `Journal.append` does."""
-    event, line = _written(event)
+    event, line = _value_and_line(event)
     if check is not None:
         try:
             check(cast("EventT", _decoder.decode(line)))

@@ -146,7 +146,7 @@ class _JournalledRun:
         return (
             _rollout(trajectory, verdict)
             or _shared(trajectory, self.ends)
-            or _continued(trajectory, self.sampled.pop(trajectory.rollout_id, {}))
+            or _branch_violation(trajectory, self.sampled.pop(trajectory.rollout_id, {}))
             or _changed_result(trajectory, self.results.pop(trajectory.rollout_id, {}))
         )
 
@@ -226,7 +226,7 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
     return ""
 
 
-def _continued(trajectory: Trajectory, sampled: Mapping[int, SampledTurn]) -> str:
+def _branch_violation(trajectory: Trajectory, sampled: Mapping[int, SampledTurn]) -> str:
     """Return the first violation in the turns that a counterfactual rollout shares with a rollout of another run, or
     the empty string. Its first prompt must have the tokens of the latest shared turn, after exactly the tokens that the
     engine received for that turn."""

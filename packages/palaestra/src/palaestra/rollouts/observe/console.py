@@ -167,11 +167,11 @@ class PlainConsole(Console):
         return {**super().handlers(), GroupStarted: self._on_progress, TurnTaken: self._on_progress}
 
     def _on_progress(self, event: object) -> None:
-        self._status()
+        self._write_status()
 
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
         super().on_rollout(event)
-        self._status()
+        self._write_status()
 
     def on_group(self, event: GroupFinished) -> None:
         super().on_group(event)
@@ -196,7 +196,7 @@ class PlainConsole(Console):
     def note(self, text: str) -> None:
         self._write(printable(text))
 
-    def _status(self) -> None:
+    def _write_status(self) -> None:
         if self._clock.monotonic() - self._wrote_at < STATUS_EVERY_S:
             return
         running = ", ".join(f"{count} {stage}" for stage, count in self.running())

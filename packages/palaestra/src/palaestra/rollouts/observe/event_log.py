@@ -26,14 +26,14 @@ class EventLog:
     def handlers(self) -> Handlers:
         return {
             GroupBegun: lambda event: logger.debug("%s begins", event.group.group_id),
-            GroupStarted: self._on_group,
+            GroupStarted: self._on_group_started,
             TurnTaken: self._on_turn,
             Graded: lambda event: logger.debug("%s: reward %g", event.rollout_id, event.reward),
             AttemptDiscarded: self._on_end,
             RolloutEnded: self._on_end,
         }
 
-    def _on_group(self, event: GroupStarted) -> None:
+    def _on_group_started(self, event: GroupStarted) -> None:
         names = ", ".join(each["function"]["name"] for each in event.group.tools)
         logger.debug("%s: prepared in %.3f s, tools: %s", event.group.group_id, event.group.prepare_s, names or "none")
 

@@ -20,7 +20,7 @@ from palaestra_slots.core.types import JSON
 PASSED = 1.0
 
 
-def _numbers() -> array[float]:
+def _float_array() -> array[float]:
     return array("d")
 
 
@@ -45,8 +45,8 @@ class Figures:
         self._outcomes: Counter[str] = Counter()
         self._blames: Counter[str] = Counter()
         self._turns = 0
-        self._costs = _numbers()
-        self._rewards, self._officials = _numbers(), _numbers()
+        self._costs = _float_array()
+        self._rewards, self._officials = _float_array(), _float_array()
         self._judged = False
         self._differing = 0
         self.labels: Counter[str] = Counter()
@@ -57,8 +57,8 @@ class Figures:
         self._scored, self._lost, self._ran = _counts(), _counts(), _counts()
         """Rollouts of each group: those with a reward, those planned without one, and those that ended."""
         self._blamed: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        self._seconds: defaultdict[str, array[float]] = defaultdict(_numbers)
-        self._metrics: defaultdict[str, array[float]] = defaultdict(_numbers)
+        self._seconds: defaultdict[str, array[float]] = defaultdict(_float_array)
+        self._metrics: defaultdict[str, array[float]] = defaultdict(_float_array)
 
     def add(self, group: Group) -> None:
         """Count a group that has ended."""

@@ -98,7 +98,7 @@ class RolloutWorld:
 def call_key(tool: str, what: JSON, after: str = "") -> str:
     """Return the key of a call: a hash (hex) of the tool, the values that decide its reply (`what`), and the key of the
     session's previous call (`after`), if the tool has a session."""
-    text = json.dumps([tool, _plain(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps([tool, _with_integers(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -116,10 +116,10 @@ def failed(reply: ToolReply) -> bool:
     return isinstance(reply, Mapping) and bool(reply.get("error"))
 
 
-def _plain(value: JSON) -> JSON:
+def _with_integers(value: JSON) -> JSON:
     """Convert whole numbers to integers, since JSON schemas accept 5.0 for an integer."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _with_integers(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_with_integers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -74,7 +74,7 @@ class Writer:
     def append(self, heard: RecordedCall) -> None:
         """Write one line; the first line creates the file. Raises `ConfigError` if the file cannot be opened, and
         `DiskError` if the line cannot be written."""
-        self.open().append(_line(heard) + b"\n")
+        self.open().append(_encoded_call(heard) + b"\n")
 
     def open(self) -> AppendedFile:
         """Return the file, created if it does not exist. Raises `ConfigError`."""
@@ -160,7 +160,7 @@ class Reader:
         self._places.setdefault(head.key, {})[head.rollout, head.n] = place
 
 
-def _line(heard: RecordedCall) -> bytes:
+def _encoded_call(heard: RecordedCall) -> bytes:
     """Return the call as JSON. Characters that UTF-8 cannot encode are replaced, as in replies to the model."""
     try:
         return _encoder.encode(heard)

@@ -167,14 +167,14 @@ def filling(recording: Reader, added: Writer) -> Policy:
     # Weak, so that the locks of calls that nobody waits for do not add up over a long run.
     asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def asked(call: RecordedCall, ask: Ask) -> ToolOutcome:
+    async def ask_and_record(call: RecordedCall, ask: Ask) -> ToolOutcome:
         outcome = await ask()
         record(call, outcome, added)
         return outcome
 
     async def reply(call: RecordedCall, ask: Ask) -> ToolOutcome:
         if call.session:
-            return await asked(call, ask)
+            return await ask_and_record(call, ask)
         lock = asking.setdefault(call.key, asyncio.Lock())
         async with lock:
             heard = recording.find(call.key, call.rollout, call.n, failures=False)
@@ -183,7 +183,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
                 # same file.
                 recording.catch_up()
                 heard = recording.find(call.key, call.rollout, call.n, failures=False)
-            return await asked(call, ask) if heard is None else ToolOutcome.of(heard.reply)
+            return await ask_and_record(call, ask) if heard is None else ToolOutcome.of(heard.reply)
 
     return reply
 

@@ -276,7 +276,7 @@ class RecordedTurns:
         self._at += 1
         self._asked = False
         self._said += event.messages
-        self._calls = [] if self.caught_up else list(_calls(self._events[self._at].messages))
+        self._calls = [] if self.caught_up else list(_recorded_calls(self._events[self._at].messages))
         return True
 
 
@@ -295,7 +295,7 @@ def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:
     )
 
 
-def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
+def _recorded_calls(messages: Sequence[Message]) -> list[_RecordedCall]:
     """Return the calls of a recorded turn, in order, each with its answer."""
     if messages and not messages[0].get("tool_calls"):
         return [_RecordedCall(*each) for each in exchanged(messages)]

@@ -188,12 +188,12 @@ class Comparison:
         now = dict(enumerate(replayed))
         for place, message in enumerate(recorded):
             if message.get("role") == "assistant":
-                turn, call = turn + 1, _calls(message)
+                turn, call = turn + 1, _call_arguments(message)
                 asked.append(call)
                 continue
             if message.get("content") == NOT_FINISHED or place not in now:
                 continue  # the model never read it, or the replay ended before it, which `_end` reports
-            was, is_now = _content(message), _content(now[place])
+            was, is_now = _content_text(message), _content_text(now[place])
             self.observations += turn > 0
             if was == is_now:
                 self.equal += turn > 0
@@ -219,13 +219,13 @@ class Comparison:
         self.other_ends.append(OtherEnd(recorded.rollout_id, what, was, now))
 
 
-def _calls(message: Message) -> str:
+def _call_arguments(message: Message) -> str:
     """Return the arguments of the message's calls, or the message's text if it has none, because some agents write
     calls as text."""
     calls = message.get("tool_calls") or ()
     return "\n".join(str(call["function"]["arguments"]) for call in calls) or str(message.get("content") or "")
 
 
-def _content(message: Message) -> str:
+def _content_text(message: Message) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else msgspec.json.encode(content).decode()

@@ -131,7 +131,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     try:
         async with asyncio.timeout(timeout_s) as limit:
             await _write(slot, folder, str(arguments["code"]), run)
-            process = await _start(slot, folder)
+            process = await _spawn_program(slot, folder)
             channel = ProgramChannel(process, MAX_KEPT_BYTES)
             status = await channel.serve(calls.answer)
             code, error = (status, None) if status is not None else (await _own_end(process), _CUT_OFF)
@@ -159,7 +159,7 @@ async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
             await slot.write_bytes(f"{folder}/{name}", text.encode("utf-8", "replace"))
 
 
-async def _start(slot: Slot, folder: str) -> Process:
+async def _spawn_program(slot: Slot, folder: str) -> Process:
     with as_mistake("Nothing was run: the program could not be started"):
         return await slot.spawn(_START.format(name=folder.removeprefix("/tmp/")), cwd=WORKSPACE)  # noqa: S108
 

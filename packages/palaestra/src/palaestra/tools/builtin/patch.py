@@ -113,7 +113,7 @@ async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool)
         raise ToolMistake(f"{path}: the replacement does not change the file (match: {done.strategy})")
     edit = FileEdit(path, before, before.with_text(done.text))
     await _write_all(slot, [edit])
-    return {**await _computed(size, lambda: _report([edit])), "match": done.strategy, "replacements": done.count}
+    return {**await _computed(size, lambda: _edit_reply([edit])), "match": done.strategy, "replacements": done.count}
 
 
 async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
@@ -128,7 +128,7 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
         ]
         # All files are read and the whole patch is applied in memory first, so that a patch which does not fit changes
         # nothing.
-        before = {path: await _content(slot, path) for path in _paths(changes)}
+        before = {path: await _read_if_present(slot, path) for path in _paths(changes)}
         texts = {path: None if file is None else file.text for path, file in before.items()}
         size = len(patch) + sum(len(text or "") for text in texts.values())
         results = await _computed(size, lambda: apply_patch(changes, texts))
@@ -145,7 +145,7 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
         for path, text in results.items()
     ]
     await _write_all(slot, edits)
-    return await _computed(size, lambda: _report(edits))
+    return await _computed(size, lambda: _edit_reply(edits))
 
 
 async def _computed(size: int, function: Callable[[], T]) -> T:
@@ -163,7 +163,7 @@ def _paths(changes: list[FileChange]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-async def _content(slot: Slot, path: str) -> DecodedFile | None:
+async def _read_if_present(slot: Slot, path: str) -> DecodedFile | None:
     if await file_info(slot, path) is None:
         return None
     return await read_text_file(slot, path)
@@ -176,7 +176,7 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
             edits, key=lambda edit: edit.after is None
         ):  # removals come last, because they are the most likely to succeed
             # the path may be a link to a file that was just written
-            if begun and await _content(slot, edit.path) != edit.before:
+            if begun and await _read_if_present(slot, edit.path) != edit.before:
                 raise ToolMistake(
                     f"{edit.path} is the same file as another in the patch. Name it once; nothing was changed"
                 )
@@ -212,7 +212,7 @@ async def _put(slot: Slot, path: str, file: DecodedFile | None) -> None:
         await write_file_bytes(slot, path, file.encode(), file.mode)
 
 
-def _report(edits: list[FileEdit]) -> dict[str, JSON]:
+def _edit_reply(edits: list[FileEdit]) -> dict[str, JSON]:
     diffs = [unified_diff(_text(edit.before), _text(edit.after), edit.path) for edit in edits]
     diff = "".join(diffs)
     reply: dict[str, JSON] = {

@@ -101,7 +101,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
         found = await list_files(slot, path, timeout_s)
         files = await _kept(found, lambda name: wanted(name) and named(name), timeout_s)
-        reply = _page("files", files, arguments)
+        reply = _result_page("files", files, arguments)
         if not files and (folders := await _kept(await list_folders(slot, path, timeout_s), named, timeout_s)):
             reply["hint"] = f"No file has such a name, but a directory has: list it with path={folders[0]}"
         return reply
@@ -112,9 +112,9 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
     if mode == "files_only":
-        return _page("files", list(counts), arguments)
+        return _result_page("files", list(counts), arguments)
     if mode == "count":
-        page = _page("counts", list(counts.items()), arguments)
+        page = _result_page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
     return await _lines(slot, query, counts, others, arguments)
 
@@ -166,15 +166,15 @@ async def _lines(
     ):
         matches += await matching_lines(slot, mode, own, context, last) if own else []
     matches.sort(key=lambda match: (match["path"], match["line"]))
-    return _reply("matches", matches[offset - before : last], sum(counts.values()), offset)
+    return _results_page("matches", matches[offset - before : last], sum(counts.values()), offset)
 
 
-def _page(key: str, items: Sequence[JSON], arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+def _result_page(key: str, items: Sequence[JSON], arguments: Mapping[str, JSON]) -> dict[str, JSON]:
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
-    return _reply(key, list(items[offset : offset + limit]), len(items), offset)
+    return _results_page(key, list(items[offset : offset + limit]), len(items), offset)
 
 
-def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSON]:
+def _results_page(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSON]:
     page = page[: items_within(page)]
     after = offset + len(page)
     reply: dict[str, JSON] = {key: page, "total_count": total, "truncated": after < total}
@@ -219,8 +219,8 @@ async def _not_utf8(slot: Slot, query: SearchQuery) -> Set[str]:
         scope = ["grep", "--null", "--no-messages", "--text", "--recursive", "--exclude-dir=.git"]
         scope += [f"--include={name}" for name in names]
     argv = [*scope, "--files-with-matches", "--invert-match", "--line-regexp", "--regexp", ".*", "--"]
-    result = await _run(slot, [*argv, _safe(query.root)], query)
-    return {_shown(path) for path in result.output.split("\0")}
+    result = await _run_search(slot, [*argv, _safe(query.root)], query)
+    return {_relative_path(path) for path in result.output.split("\0")}
 
 
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
@@ -233,17 +233,17 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
-    result = await _run(slot, [*argv, *_regexp(engine, query), "--", _safe(query.root)], query)
+    result = await _run_search(slot, [*argv, *_regexp(engine, query), "--", _safe(query.root)], query)
     if given_up := _GIVEN_UP.search(result.output):  # later files are missing, too
         raise ToolMistake(
-            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was stopped. Use a simpler "
-            "pattern: a repeated group that contains a repetition, such as (a+)+, takes many steps."
+            f"The pattern takes too many steps in {_relative_path(given_up[1])}, so the search was stopped. Use a "
+            "simpler pattern: a repeated group that contains a repetition, such as (a+)+, takes many steps."
         )
     counts = {}
     for path, text in _records(result.output):
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
-            counts[_shown(path)] = int(text)
+            counts[_relative_path(path)] = int(text)
     # The status is 2 for a bad pattern, but also if one file among many could not be read.
     if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, only some files were unreadable
         raise ToolMistake(_engine_error(result, query))
@@ -257,13 +257,13 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     argv = _rg(engine, query) if engine else _grep(query)
     options = ["--line-number", "--byte-offset", f"--max-count={most}", *_regexp(engine, query), "--"]
     options += map(_safe, files)
-    result = await _run(slot, [*argv, f"--context={context}", *options], query)
+    result = await _run_search(slot, [*argv, f"--context={context}", *options], query)
     lines: dict[str, dict[int, _Line]] = {}
     for path, text in _records(result.output):
         found = _NUMBERED.match(text)
         if found is not None:
             line = _Line(found[2] == ":", text[found.end() :].removesuffix("\r"), int(found[3]))
-            lines.setdefault(_shown(path), {})[int(found[1])] = line
+            lines.setdefault(_relative_path(path), {})[int(found[1])] = line
     # Of a long line, the reply shows the part around the match. A second search finds its place, which may fail: then
     # the beginning is shown.
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
@@ -271,7 +271,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
         result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
         for path, text in _records(result.output):
             found = _NUMBERED.match(text)
-            match = lines.get(_shown(path), {}).get(int(found[1])) if found is not None else None
+            match = lines.get(_relative_path(path), {}).get(int(found[1])) if found is not None else None
             if found is not None and match is not None and match.match_at is None:
                 match.match_at = int(found[3]) - match.offset
     return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
@@ -284,14 +284,14 @@ async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
 
 async def list_folders(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return the directories below `root`, sorted, except `.git` and those in it."""
-    return [each for each in await _found(slot, root, ["-type", "d"], timeout_s) if each != _shown(_safe(root))]
+    return [each for each in await _found(slot, root, ["-type", "d"], timeout_s) if each != _relative_path(_safe(root))]
 
 
 async def _found(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", *kinds, "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)
-    return sorted(_shown(path) for path in result.output.split("\0")[:-1])
+    return sorted(_relative_path(path) for path in result.output.split("\0")[:-1])
 
 
 @dataclass(slots=True)
@@ -343,7 +343,7 @@ def _regexp(engine: str | None, query: SearchQuery) -> list[str]:
     return ["--regexp", query.pattern if engine or query.bytewise else f"(*UCP){query.pattern}"]
 
 
-async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
+async def _run_search(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
     result = await _execute(slot, argv, query)
     _check(result)
     return result
@@ -399,7 +399,7 @@ def _safe(path: str) -> str:
     return f"./{path}" if path.startswith("-") else path
 
 
-def _shown(path: str) -> str:
+def _relative_path(path: str) -> str:
     return path.removeprefix("./")
 
 

@@ -121,7 +121,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     if approvals is not None and (refusal := await approvals.refusal(arguments["command"], run.task_id)) is not None:
         return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
-        return await _start(arguments, run)
+        return await _start_in_background(arguments, run)
     misplaced = [
         name for name in ("pty", "check_interval", "notify_on_complete", "watch_patterns") if arguments.get(name)
     ]
@@ -155,7 +155,7 @@ async def _folder(slot: Slot, workdir: str | None) -> str:
     return await in_full(slot, workdir)
 
 
-async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _start_in_background(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Start `command` as a session of the task. The reply has its `session_id`, or the reason why it was not
     started."""
     # imported here, because most rollouts start nothing in the background

@@ -72,7 +72,7 @@ def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
     if len(glob) > _MAX_CHARS:
         raise ToolMistake(f"The glob has {len(glob)} characters; the maximum is {_MAX_CHARS}")
     try:
-        return [_parts(one) for one in _spread([_STARS.sub("**", one) for one in _expanded(glob)])]
+        return [_glob_patterns(one) for one in _spread([_STARS.sub("**", one) for one in _expanded(glob)])]
     except re.error as error:
         raise ToolMistake(f"The glob {glob} cannot be used: {error}") from None
 
@@ -110,7 +110,7 @@ def _bounded(globs: list[str]) -> list[str]:
     return globs
 
 
-def _parts(glob: str) -> list[re.Pattern[str] | None]:
+def _glob_patterns(glob: str) -> list[re.Pattern[str] | None]:
     names = glob.split("/")
     if names[-1] == "**":
         names.append("*")  # matches the content of a directory, not the directory

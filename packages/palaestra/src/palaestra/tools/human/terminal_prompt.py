@@ -60,7 +60,9 @@ class TerminalPerson:
         what = request.asked(about, quoted(request.command))
         scope = "this tool" if request.tool else "this kind"
         prompt = f"Run it? y: once, s: {scope} for the whole session, n: no [n] "
-        return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
+        return await self._ask_until_understood(
+            what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY
+        )
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
         """Ask a question and return the answer, or None if there is none. The answer need not be one of the choices.
@@ -72,9 +74,11 @@ class TerminalPerson:
             return choices[number - 1] if 1 <= number <= len(choices) else line or None
 
         prompt = "A number, or your answer (Ctrl-C: none): " if choices else "Your answer (Ctrl-C: none): "
-        return await self._ask(f"A question:\n{quoted(question)}{offered}", prompt, understood, None)
+        return await self._ask_until_understood(f"A question:\n{quoted(question)}{offered}", prompt, understood, None)
 
-    async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
+    async def _ask_until_understood(
+        self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T
+    ) -> T:
         """Return the value of the first line that `understood` accepts; `refused` if there is none."""
         async with self._asking:
             with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
@@ -83,7 +87,7 @@ class TerminalPerson:
                         await _write(terminal, f"\n{what}\n")
                         while True:
                             await _write(terminal, prompt)
-                            line = await _line(terminal)
+                            line = await _read_line(terminal)
                             if line is None:
                                 await _write(terminal, "\n")
                                 return refused
@@ -142,7 +146,7 @@ async def _write(terminal: int, text: str) -> None:
             await _ready(terminal, writing=True)
 
 
-async def _line(terminal: int) -> str | None:
+async def _read_line(terminal: int) -> str | None:
     """Return the next line; None at an interrupt or the end of input."""
     while True:
         try:

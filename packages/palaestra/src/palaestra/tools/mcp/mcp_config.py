@@ -181,7 +181,7 @@ class MCPServerConfig(Settings):
         return [*single, *self.args, *self.env.values(), *self.headers.values()]
 
     def _value(self, text: str) -> str:
-        def value(match: re.Match[str]) -> str:
+        def variable_value(match: re.Match[str]) -> str:
             name, default = match[1], match[2]
             if name in self._variables:
                 return self._variables[name]
@@ -189,7 +189,7 @@ class MCPServerConfig(Settings):
                 raise ConfigError(f"${{{name}}} has no value here: no variables were passed")
             return default
 
-        return _VARIABLE.sub(value, text)
+        return _VARIABLE.sub(variable_value, text)
 
 
 def read_servers(path: Path) -> dict[str, JSON]:

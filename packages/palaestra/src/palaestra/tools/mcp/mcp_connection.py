@@ -285,7 +285,7 @@ class Connection:
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 for _ in range(_MOST_PAGES):
-                    page = await self._session().list_tools(cursor=cursor)
+                    page = await self._live_client().list_tools(cursor=cursor)
                     for tool in page.tools:
                         tools.setdefault(tool.name, tool)
                     cursor = page.next_cursor
@@ -315,7 +315,7 @@ class Connection:
 
         self._in_flight += 1
         try:
-            return await self._session().call_tool(tool, dict(arguments), read_timeout_seconds=self._config.timeout)
+            return await self._live_client().call_tool(tool, dict(arguments), read_timeout_seconds=self._config.timeout)
         except MCPError as error:
             # Servers use the package's two codes for errors of their own, so its message decides too.
             if error.code == REQUEST_TIMEOUT and error.message == _TIMED_OUT:
@@ -368,7 +368,7 @@ class Connection:
         finally:  # even if cancelled: the session then ends by itself
             self._stderr.close()
 
-    def _session(self) -> Client:
+    def _live_client(self) -> Client:
         if self._client is None or not self.alive:
             raise NotCarriedOut(f"MCP server '{self.name}' has ended{self._said()}")
         return self._client

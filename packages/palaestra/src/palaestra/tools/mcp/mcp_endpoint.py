@@ -44,7 +44,7 @@ class McpTools:
 
     def __init__(self, definitions: Iterable[Mapping[str, JSON]], call: CallTool) -> None:
         functions = [each.get("function", each) for each in definitions]
-        self._tools = {each["name"]: _shown(each) for each in functions}
+        self._tools = {each["name"]: _mcp_tool(each) for each in functions}
         self._call = call
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
@@ -53,14 +53,14 @@ class McpTools:
         try:
             message = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            return 400, _error(None, _PARSE_ERROR, f"The body is not JSON: {error}.")
+            return 400, _rpc_error(None, _PARSE_ERROR, f"The body is not JSON: {error}.")
         if not isinstance(message, dict):
-            return 400, _error(None, _INVALID_REQUEST, "The body is not a single message.")
+            return 400, _rpc_error(None, _INVALID_REQUEST, "The body is not a single message.")
         method, number = message.get("method"), message.get("id")
         if not isinstance(method, str) or number is None:
             return 202, None  # a notification, or the reply to a request that was never sent
         if isinstance(number, bool) or not isinstance(number, str | int):
-            return 400, _error(None, _INVALID_REQUEST, "The id of a request must be a string or an integer.")
+            return 400, _rpc_error(None, _INVALID_REQUEST, "The id of a request must be a string or an integer.")
         params = message.get("params")
         params = params if isinstance(params, dict) else {}
         meta = params.get("_meta")
@@ -70,14 +70,14 @@ class McpTools:
             return await self._stateless(number, method, params, meta.get(_VERSION_KEY))
         match method:
             case "initialize":
-                return 200, _result(number, _initialized(params.get("protocolVersion")))
+                return 200, _rpc_result(number, _initialized(params.get("protocolVersion")))
             case "ping":
-                return 200, _result(number, {})
+                return 200, _rpc_result(number, {})
             case "tools/list":
-                return 200, _result(number, {"tools": list(self._tools.values())})
+                return 200, _rpc_result(number, {"tools": list(self._tools.values())})
             case "tools/call":
                 return 200, await self._called(number, params)
-        return 200, _error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
+        return 200, _rpc_error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
 
     async def _stateless(
         self, number: str | int, method: str, params: Mapping[str, JSON], asked: JSON
@@ -85,7 +85,9 @@ class McpTools:
         """Answer a request that names its own version."""
         if asked not in STATELESS_VERSIONS:
             data = {"supported": [*STATELESS_VERSIONS, *VERSIONS], "requested": str(asked)[:100]}
-            error = _error(number, _WRONG_VERSION, f"The protocol version {str(asked)[:100]!r} is not supported here.")
+            error = _rpc_error(
+                number, _WRONG_VERSION, f"The protocol version {str(asked)[:100]!r} is not supported here."
+            )
             error["error"]["data"] = data
             return 400, error
         match method:
@@ -97,18 +99,18 @@ class McpTools:
             case "tools/call":
                 reply = await self._called(number, params)
                 return (200, _complete(number, reply["result"])) if "result" in reply else (400, reply)
-        return 404, _error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
+        return 404, _rpc_error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
 
     async def _called(self, number: str | int, params: Mapping[str, JSON]) -> JSON:
         name, arguments = params.get("name"), params.get("arguments")
         if not isinstance(name, str) or name not in self._tools:
             known = ", ".join(self._tools)
-            return _error(number, _INVALID_PARAMS, f"Unknown tool {str(name)[:100]!r}. Available tools: {known}")
+            return _rpc_error(number, _INVALID_PARAMS, f"Unknown tool {str(name)[:100]!r}. Available tools: {known}")
         outcome = await self._call(name, json.dumps({} if arguments is None else arguments, ensure_ascii=False))
-        return _result(number, {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed})
+        return _rpc_result(number, {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed})
 
 
-def _shown(function: Mapping[str, JSON]) -> JSON:
+def _mcp_tool(function: Mapping[str, JSON]) -> JSON:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     return {"name": function["name"], "description": function.get("description") or "", "inputSchema": schema}
 
@@ -129,12 +131,12 @@ def _server_info() -> JSON:
 
 def _complete(number: str | int, result: Mapping[str, JSON]) -> JSON:
     """Return the reply to a request that names its version."""
-    return _result(number, {**result, "resultType": "complete", "_meta": {_SERVER_KEY: _server_info()}})
+    return _rpc_result(number, {**result, "resultType": "complete", "_meta": {_SERVER_KEY: _server_info()}})
 
 
-def _result(number: str | int, result: JSON) -> JSON:
+def _rpc_result(number: str | int, result: JSON) -> JSON:
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
-def _error(number: str | int | None, code: int, message: str) -> JSON:
+def _rpc_error(number: str | int | None, code: int, message: str) -> JSON:
     return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}

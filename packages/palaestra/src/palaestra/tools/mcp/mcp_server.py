@@ -62,11 +62,11 @@ class MCPServer:
 
     async def open(self) -> None:
         """Open the first session and list the tools. Raises `ConfigError` and `ToolServerError`."""
-        listed = await (await self._session()).list_tools()
+        listed = await (await self._live_connection()).list_tools()
         chosen = [tool for tool in listed if self._config.tools.has(tool.name)]
         self._check_choice([tool.name for tool in listed])
         names = tool_names(self.name, [tool.name for tool in chosen])
-        self.tools = tuple(self._made(tool, name) for tool, name in zip(chosen, names, strict=True))
+        self.tools = tuple(self._function_tool(tool, name) for tool, name in zip(chosen, names, strict=True))
 
     async def aclose(self) -> None:
         """End the session. Running calls raise `ToolServerUnavailable`."""
@@ -88,15 +88,15 @@ class MCPServer:
     ) -> CallToolResult:
         """Return the result of a call. If the session ended during the call, the call is sent once more, provided that
         the server did not carry it out or that it may be repeated."""
-        connection = await self._session()
+        connection = await self._live_connection()
         try:
             return await connection.call(known.name, arguments)
         except ToolServerUnavailable as error:
             if not (known.again or isinstance(error, not_carried_out)):
                 raise
-        return await (await self._session(instead_of=connection)).call(known.name, arguments)
+        return await (await self._live_connection(instead_of=connection)).call(known.name, arguments)
 
-    async def _session(self, instead_of: Connection | None = None) -> Connection:
+    async def _live_connection(self, instead_of: Connection | None = None) -> Connection:
         """Return the live session, opened if necessary. `instead_of` is a session that has just ended and must not be
         returned."""
         from palaestra.tools.mcp.mcp_connection import Connection
@@ -117,7 +117,7 @@ class MCPServer:
                 self._connection = await Connection.opened(self.name, self._config.resolved())
             return self._connection
 
-    def _made(self, tool: ServersTool, name: str) -> FunctionTool:
+    def _function_tool(self, tool: ServersTool, name: str) -> FunctionTool:
         hints = tool.annotations
         reads = bool(hints and hints.read_only_hint)
         known = _Known(tool.name, again=reads or bool(hints and hints.idempotent_hint))
@@ -178,7 +178,7 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
     """Return the server whose tool has this name (see `tool_names`), or None. If several servers fit, return the one
     with the longest name."""
-    found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
+    found = [server for server in servers if tool.startswith(f"mcp_{_as_identifier(server)}_")]
     return max(found, key=len, default=None)
 
 
@@ -199,14 +199,14 @@ def tool_names(server: str, tools: Sequence[str]) -> list[str]:
 
     A name that would be too long or ambiguous ends in a part of the original name's hash.
     """
-    plain = [f"mcp_{_plain(server)}_{_plain(tool)}" for tool in tools]
+    plain = [f"mcp_{_as_identifier(server)}_{_as_identifier(tool)}" for tool in tools]
     return [
         name if len(name) <= _MOST_NAME and plain.count(name) == 1 else f"{name[: _MOST_NAME - 9]}_{_hash(tool)}"
         for name, tool in zip(plain, tools, strict=True)
     ]
 
 
-def _plain(text: str) -> str:
+def _as_identifier(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", text)
 
 
@@ -230,20 +230,20 @@ async def reply_to(call: Awaitable[CallToolResult], limits: MCPServerConfig) -> 
 
     most = limits.max_reply_chars
     try:
-        return _reply(await call, most)
+        return _tool_reply(await call, most)
     except ServerSaid as said:
         raise ToolMistake(_bounded(str(said), most)) from None
     except TimeoutError:
         raise ToolMistake(f"The tool did not answer within {limits.timeout:g} s.") from None
 
 
-def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
+def _tool_reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
     """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if the
     text was cut.
 
     Raises `ToolMistake` with the same text for a result that is an error.
     """
-    text = "\n".join(_shown(block) for block in result.content)
+    text = "\n".join(_block_text(block) for block in result.content)
     if result.is_error:
         raise ToolMistake(_bounded(text, most_chars) or "The tool reported an error without a message.")
     reply: dict[str, JSON] = {"output": _bounded(text, most_chars)}
@@ -272,7 +272,7 @@ def _says(text: str, structured: JSON) -> bool:
     return bool(said == structured or (isinstance(structured, dict) and structured == {"result": said}))
 
 
-def _shown(block: ContentBlock) -> str:
+def _block_text(block: ContentBlock) -> str:
     from mcp import types
 
     match block:

@@ -215,7 +215,7 @@ _TYPOGRAPHY = str.maketrans(
 )
 
 
-def _plain(line: str) -> str:
+def _without_typography(line: str) -> str:
     return line.translate(_TYPOGRAPHY).rstrip()
 
 
@@ -264,7 +264,7 @@ STRATEGIES: tuple[tuple[str, Strategy], ...] = (
     ("indentation", _indentation),
     ("blank_edges", _blank_edges),
     ("line_numbers", _line_numbers),
-    ("typography", _by_lines(_plain)),
+    ("typography", _by_lines(_without_typography)),
     ("whitespace", _by_lines(_collapse)),
     ("escapes", _escapes),
 )

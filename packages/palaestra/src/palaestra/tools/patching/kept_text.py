@@ -50,7 +50,7 @@ def _rewritten(old: str, new: str, real: str, reindent: Reindent) -> str:
     # Then the words of the file and of the quotation do not correspond one to one, so none can be kept.
     if len(quoted) != len(known):
         quoted = known = []
-    pairs = dict(_pairs([word for _, word in quoted], [word for _, word in wanted]))
+    pairs = dict(_word_pairs([word for _, word in quoted], [word for _, word in wanted]))
     parts: list[str] = []
     for index, (space, word) in enumerate(wanted):
         twin = pairs.get(index)
@@ -63,7 +63,7 @@ def _rewritten(old: str, new: str, real: str, reindent: Reindent) -> str:
     return "".join(parts)
 
 
-def _pairs(old: list[str], new: list[str]) -> Iterator[tuple[int, int]]:
+def _word_pairs(old: list[str], new: list[str]) -> Iterator[tuple[int, int]]:
     """Yield the index of each new word, and that of the old word that it repeats or replaces."""
     for _, old_start, old_end, new_start, new_end in BoundedMatcher(old, new).get_opcodes():
         if old_end - old_start == new_end - new_start:

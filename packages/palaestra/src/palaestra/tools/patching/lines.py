@@ -104,9 +104,9 @@ class Reindent:
     def apply(self, text: str) -> str:
         """Return the text with every line's indentation translated. An indentation that is deeper than a known one
         keeps the difference."""
-        return "\n".join(self._line(line) for line in text.split("\n"))
+        return "\n".join(self._reindented(line) for line in text.split("\n"))
 
-    def _line(self, line: str) -> str:
+    def _reindented(self, line: str) -> str:
         indent = indent_of(line)
         if not line.strip():
             return line

@@ -230,7 +230,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
-    found = _places(lines, at, hunk)
+    found = _matching_lines(lines, at, hunk)
     if hunk.anchors:
         # the anchor's line may itself be the first line of the change
         nexts = {_first(found, start - 1) for start in below}
@@ -287,7 +287,7 @@ def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
     return next((found for found in hits if found), [])
 
 
-def _places(lines: list[str], at: int, hunk: PatchHunk) -> list[int]:
+def _matching_lines(lines: list[str], at: int, hunk: PatchHunk) -> list[int]:
     """Return the line indices where the old lines occur, by the strictest comparison that finds any."""
     old = hunk.old
     for same in _SAME:

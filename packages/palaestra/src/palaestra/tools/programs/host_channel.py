@@ -129,7 +129,7 @@ class ProgramChannel:
             if kind == b"o":
                 self.output.add(payload)
             elif kind == b"e":
-                return _number(payload)
+                return _parse_number(payload)
             else:
                 self._take(payload)
                 if kind == b"C":
@@ -166,7 +166,7 @@ def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
         if len(buffer) >= _HEADER_BYTES:
             raise BrokenChannel(f"{bytes(buffer[:_HEADER_BYTES])!r} where a frame begins")
         return None
-    kind, length = bytes(line[:1]), _number(bytes(line[1:]))
+    kind, length = bytes(line[:1]), _parse_number(bytes(line[1:]))
     if kind not in _KINDS or not kind or length > _FRAME_BYTES:
         raise BrokenChannel(f"{bytes(line)!r} where a frame begins")
     start = len(line) + 1
@@ -177,7 +177,7 @@ def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
     return kind, payload
 
 
-def _number(digits: bytes) -> int:
+def _parse_number(digits: bytes) -> int:
     if not digits.isdigit():
         raise BrokenChannel(f"{digits!r} where a number belongs")
     return int(digits)

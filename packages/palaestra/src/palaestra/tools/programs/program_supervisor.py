@@ -100,7 +100,7 @@ class ChildProgram:
                     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
             if self.output in ready and not self._print(host):
                 sources.remove(self.output)
-            if asking in ready and not self._ask(host):
+            if asking in ready and not self._serve_request(host):
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
@@ -119,7 +119,7 @@ class ChildProgram:
             host.say(b"o", data)
         return True
 
-    def _ask(self, host: Host) -> bool:
+    def _serve_request(self, host: Host) -> bool:
         """Send one request to the host and its reply back. Returns False if the program has closed its end."""
         try:
             length = self._exactly(4)

@@ -93,14 +93,14 @@ class Spans:
 
     def end(self) -> None:
         for name in list(self._open):
-            self._close(name)
+            self._end_spans(name)
         if self._run is not None:
             self._run.end()
 
     def handlers(self) -> Handlers:
         return {
             Alive: self._on_alive,
-            GroupBegun: self._on_group,
+            GroupBegun: self._on_group_begun,
             GroupEnded: self._on_group_ended,
             RolloutBegun: self._on_rollout,
             Graded: self._on_graded,
@@ -108,7 +108,7 @@ class Spans:
             AttemptDiscarded: self._on_rollout_ended,
         }
 
-    def _on_group(self, event: GroupBegun) -> None:
+    def _on_group_begun(self, event: GroupBegun) -> None:
         group = event.group
         attributes = {
             OPERATION: "invoke_workflow",
@@ -122,10 +122,10 @@ class Spans:
         self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
 
     def _on_group_ended(self, event: GroupEnded) -> None:
-        self._close(event.group_id, event.error.partition(":")[0])
+        self._end_spans(event.group_id, event.error.partition(":")[0])
 
     def _on_rollout(self, event: RolloutBegun) -> None:
-        self._close(event.rollout_id)
+        self._end_spans(event.rollout_id)
         parent = self._context(event.rollout_id.rpartition("/")[0])
         self._begin(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
 
@@ -133,15 +133,15 @@ class Spans:
         trajectory = event.trajectory
         if spans := self._open.get(trajectory.rollout_id):
             _describe(spans[0][1], trajectory)
-            self._close(trajectory.rollout_id)
+            self._end_spans(trajectory.rollout_id)
 
     def _on_alive(self, event: Alive) -> None:
         if event.entered:
-            self._enter(event.name, event.entered)
+            self._begin_stage(event.name, event.entered)
         if event.left:
-            self._leave(event.name, event.left, event.error)
+            self._end_stage(event.name, event.left, event.error)
 
-    def _enter(self, name: str, stage: str) -> None:
+    def _begin_stage(self, name: str, stage: str) -> None:
         if stage == "tool":  # tool calls have their own spans
             return
         if stage == "agent":
@@ -150,7 +150,7 @@ class Spans:
         else:
             self._begin(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
 
-    def _leave(self, name: str, stage: str, error: str) -> None:
+    def _end_stage(self, name: str, stage: str, error: str) -> None:
         spans = self._open.get(name, [])
         for place in reversed(range(len(spans))):
             if spans[place][0] == stage:
@@ -172,7 +172,7 @@ class Spans:
         span = self._tracer.start_span(plain(title), context, attributes=plain(attributes), links=links)
         self._open.setdefault(name, []).append((stage, span))
 
-    def _close(self, name: str, error: str = "") -> None:
+    def _end_spans(self, name: str, error: str = "") -> None:
         for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
             # The outermost span is that of the group or rollout. The inner ones were only cut short by its end.
             _end(span, error if place == 0 else "")
@@ -183,7 +183,7 @@ class Spans:
         return set_span_in_context(spans[-1][1], Context()) if spans else Context()
 
     @contextmanager
-    def _call(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
+    def _call_span(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
         """Open a span for a call, inside the span of the tool call that made it (`delegate_task`) or, otherwise, inside
         the span of the rollout's stage."""
         outer, within = get_current_span(), self._context(rollout_id)
@@ -212,7 +212,7 @@ class Spans:
             attributes = {OPERATION: "execute_tool", "gen_ai.tool.name": call.name, "gen_ai.tool.type": "function"}
             if self.content:
                 attributes["gen_ai.tool.call.arguments"] = json.dumps(call.arguments)
-            with self._call(rollout_id, f"execute_tool {call.name}", attributes, SpanKind.INTERNAL) as span:
+            with self._call_span(rollout_id, f"execute_tool {call.name}", attributes, SpanKind.INTERNAL) as span:
                 outcome = await then(call)
                 if self.content:
                     span.set_attribute("gen_ai.tool.call.result", plain(outcome.text))
@@ -231,7 +231,7 @@ class Spans:
             attributes |= {key: value for _, key, value in numbers if isinstance(value, int | float)}
             if self.content:
                 attributes["gen_ai.input.messages"] = messages_text(call.messages)
-            with self._call(rollout_id, f"chat {self.model[MODEL]}", attributes, SpanKind.CLIENT) as span:
+            with self._call_span(rollout_id, f"chat {self.model[MODEL]}", attributes, SpanKind.CLIENT) as span:
                 completion = await ask(call)
                 with suppress(AttributeError, TypeError, ValueError):  # a custom server may answer in any shape
                     self._describe_reply(span, completion)

@@ -107,7 +107,7 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
         return None
     log = label.folder / f"{service}.log"
     try:
-        child = await _started(service, log)
+        child = await _start_worker(service, log)
     except OSError as error:
         note(f"WARNING: {service} cannot be started ({error}); the run continues without it")
         return None
@@ -116,7 +116,7 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
     return ChildTracker(service, child, log, note)
 
 
-async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
+async def _start_worker(service: str, log: Path) -> asyncio.subprocess.Process:
     """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run. The client's
     files are readable only by their owner."""
     with open(log, "ab", opener=private) as output:  # noqa: ASYNC230 - a file of a few lines
