@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit
-from palaestra_audit.trials import shown
+from palaestra_audit.trials import step_text
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 
@@ -125,7 +125,7 @@ def _section(task: TaskAudit, path: Path) -> str:
         if each.detail:
             parts.append(f"<pre>{html.escape(each.detail[:20_000])}</pre>")
         if each.trial is not None:
-            steps = "\n".join(map(shown, each.trial.steps)) or "nothing"
+            steps = "\n".join(map(step_text, each.trial.steps)) or "nothing"
             where = f"\n(on a machine with {each.trial.world.name})" if each.trial.world.name else ""
             parts.append(
                 f"<details><summary>the witness</summary><pre>{html.escape((steps + where)[:50_000])}</pre></details>"

@@ -185,7 +185,7 @@ def write_steps(tool: CommandTool, files: Mapping[str, bytes | None], then: str 
     return [Step(tool=each.name, arguments=dict(each.arguments)) for each in tool.calls(commands)]
 
 
-def shown(step: Step) -> str:
+def step_text(step: Step) -> str:
     """Return a step as a person reads it: files that it writes appear as text."""
     if step.reference is not None:
         return "the reference solution" if not step.reference else f"solutions[{step.reference - 1}]"
@@ -199,7 +199,7 @@ def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[st
     """Yield what an agent did in a trial, and what it was told: calls with their replies, its texts, and the answers of
     a user. Without a rollout, yield the steps of the trial."""
     if played is None:
-        yield from map(shown, steps)
+        yield from map(step_text, steps)
         return
     began = False
     for message in played.messages:
@@ -207,10 +207,10 @@ def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[st
         began = began or role == "assistant"
         if role == "assistant":
             if text:
-                yield shown(Step(say=str(text)))
+                yield step_text(Step(say=str(text)))
             for call in message.get("tool_calls") or ():
                 function = call["function"]
-                yield shown(Step(tool=function["name"], arguments=json.loads(function["arguments"])))
+                yield step_text(Step(tool=function["name"], arguments=json.loads(function["arguments"])))
         elif began:
             yield f"  {'user: ' if role == 'user' else ''}{text!s:.{_MOST_SHOWN}}"
 

@@ -141,12 +141,12 @@ class HermesText(ChatServer):
         calls = _calls_of(message)
         content = str(message.get("content") or "")
         sampled = self._sampled.get(_key(turn, content, calls))
-        return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
+        return dict(sampled) if sampled is not None else {"role": "assistant", "content": message_text(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
         """Return the reply with structured calls, for the loop. The sampled text is kept for later requests."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
-        sampled: Message = {"role": "assistant", "content": written(content, calls)}
+        sampled: Message = {"role": "assistant", "content": message_text(content, calls)}
         if reasoning:
             sampled["reasoning_content"] = reasoning
         if not calls:  # a scripted policy returns structured calls; a model writes only text
@@ -170,7 +170,7 @@ class HermesText(ChatServer):
         )
 
 
-def written(text: str, calls: Sequence[RequestedCall]) -> str:
+def message_text(text: str, calls: Sequence[RequestedCall]) -> str:
     """Return text and calls as a model would write them."""
     return "\n".join([*([text] if text else []), *(_block(call) for call in calls)])
 

@@ -19,7 +19,7 @@ from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra_contract import AgentConfig, AtroposAgent, HermesAgentLoop
-from palaestra_contract.hermes_text import observation, with_tools, written
+from palaestra_contract.hermes_text import message_text, observation, with_tools
 from palaestra_contract.rollout_parts import RolloutServer
 from palaestra_slots.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome
@@ -408,7 +408,9 @@ async def test_an_agent_of_a_class_keeps_the_tokens_of_a_server_that_continues_i
 
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_a_structured_call_is_read_back_from_its_text(value: JSON) -> None:
-    text = written("", [RequestedCall("x", "add", json.dumps({"a": value, "tags": "</tool_call><think><tool_call>"}))])
+    text = message_text(
+        "", [RequestedCall("x", "add", json.dumps({"a": value, "tags": "</tool_call><think><tool_call>"}))]
+    )
     (read,) = get_parser("hermes").parse(text, tools=TOOLS.definitions(), cut=False).calls
     assert read.arguments == {"a": value, "tags": "</tool_call><think><tool_call>"}
 

@@ -227,7 +227,7 @@ def jobs(home: Path, remove: str | None, as_json: bool) -> None:
     if remove is not None and not _with_mailbox(home, lambda mailbox: scheduled.remove(mailbox, remove)):
         raise ConfigError(f"there is no job {remove}; `palaestra gateway jobs` lists them")
     for job in _with_mailbox(home, scheduled.all_jobs):
-        row = {"session": job.session_key, **scheduled.shown(job)}
+        row = {"session": job.session_key, **scheduled.job_json(job)}
         prompt = " ".join(job.prompt.split())[:80]
         columns = (job.id, job.session_key, job.schedule, row["next_run"] or "paused", prompt)
         click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\t".join(columns))

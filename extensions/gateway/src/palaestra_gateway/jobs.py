@@ -185,7 +185,7 @@ class Jobs:
 
         if not await self._mailbox.do(work, synced=True):
             raise ToolMistake(f"this chat has {MOST_JOBS} jobs, which is the maximum; remove one first")
-        return {"success": True, "job": shown(job)}
+        return {"success": True, "job": job_json(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
         """Return the job with the changes that the optional arguments request. Raises `ToolMistake` for a chat that may
@@ -199,7 +199,7 @@ class Jobs:
         return job
 
     async def _list(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        return {"success": True, "jobs": [shown(job) for job in await self.of_session(run.session_key)]}
+        return {"success": True, "jobs": [job_json(job) for job in await self.of_session(run.session_key)]}
 
     async def of_session(self, session_key: str) -> list[Job]:
         rows = await self._mailbox.do(lambda connection: connection.execute(_LIST, (session_key,)).fetchall())
@@ -256,10 +256,10 @@ class Jobs:
 
     async def _stored(self, job: Job) -> ToolReply:
         await self._mailbox.do(lambda connection: _store(connection, job), synced=True)
-        return {"success": True, "job": shown(job)}
+        return {"success": True, "job": job_json(job)}
 
 
-def shown(job: Job) -> dict[str, JSON]:
+def job_json(job: Job) -> dict[str, JSON]:
     """Return a job as JSON for the model and the owner."""
     return {
         "job_id": job.id, "name": job.name, "schedule": job.schedule, "prompt": job.prompt, "deliver": job.deliver,

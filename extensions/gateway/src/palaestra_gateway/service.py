@@ -27,7 +27,7 @@ from palaestra_gateway.access import Access
 from palaestra_gateway.commands import ChatCommand
 from palaestra_gateway.config import GatewayConfig
 from palaestra_gateway.connections import Connections, GatewayTasks
-from palaestra_gateway.jobs import Jobs, shown
+from palaestra_gateway.jobs import Jobs, job_json
 from palaestra_gateway.mailbox import Mailbox, SessionRow, Waiting
 from palaestra_gateway.messaging import Messaging
 from palaestra_gateway.notices import Notices
@@ -413,7 +413,7 @@ class Gateway:
             for each in await self.chat.processes.list_sessions(session.conversation.id):
                 lines.append(f"Background process {each['session_id']} {each['status']}: {each['command']}")
         for job in await self.jobs.of_session(session.key):
-            lines.append(f"Scheduled job {job.title} ({job.schedule}): {shown(job)['next_run'] or 'paused'}")
+            lines.append(f"Scheduled job {job.title} ({job.schedule}): {job_json(job)['next_run'] or 'paused'}")
         return "\n".join(lines)
 
     async def _run_command(self, command: ChatCommand, session: GatewaySession, message: Incoming) -> AnswerParts:

@@ -54,7 +54,7 @@ def signal(rate: float, size: int) -> float:
     return 1.0 - math.pow(rate, size) - math.pow(1 - rate, size)
 
 
-def choose(
+def next_task(
     tasks: Sequence[Task],
     memory: Memory,
     config: TrainingConfig,

@@ -37,7 +37,7 @@ from palaestra_train.checkpoints import StepGroups, TrainingFiles, TrainingState
 from palaestra_train.config import TrainingConfig
 from palaestra_train.models.merge import weights_folder
 from palaestra_train.rollouts_ahead import Drawn, RolloutsAhead
-from palaestra_train.task_memory import choose, remember
+from palaestra_train.task_memory import next_task, remember
 from palaestra_train.trainer import Trainer
 from palaestra_train.warm_start import CrossEntropy, keep_rows, kept_rows, rows_of_step
 
@@ -377,7 +377,7 @@ class Training:
             self._state.drawn += 1
             out = {*taken, *(each.id for each in found)}
             found.append(
-                choose(
+                next_task(
                     self._train,
                     self._state.rates,
                     self.config,

@@ -9,14 +9,14 @@ import pytest
 
 from palaestra import Task
 from palaestra_train import TrainingConfig
-from palaestra_train.task_memory import Memory, choose, pass_rate, remember, signal
+from palaestra_train.task_memory import Memory, next_task, pass_rate, remember, signal
 
 TASKS = [Task(id=name, prompt="") for name in ("solved", "hard", "middling", "new")]
 
 
 def drawn(memory: Memory, *, taken: tuple[str, ...] = (), draws: int = 0, **settings: float) -> Counter[str]:
     config, rng = TrainingConfig(**settings), random.Random(0)
-    return Counter(choose(TASKS, memory, config, taken=taken, size=8, drawn=draws, rng=rng).id for _ in range(400))
+    return Counter(next_task(TASKS, memory, config, taken=taken, size=8, drawn=draws, rng=rng).id for _ in range(400))
 
 
 def played() -> Memory:

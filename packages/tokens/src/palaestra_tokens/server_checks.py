@@ -26,7 +26,7 @@ from palaestra_tokens.engines.openai import OpenAIEngine
 from palaestra_tokens.engines.token_engine import PROBE, SGLangEngine, TokenServer, VLLMEngine
 from palaestra_tokens.engines.transformers import TransformersEngine
 from palaestra_tokens.http.chat_completions import ListedModel, listed_models, server_kind
-from palaestra_tokens.http.transport import NOT_JSON, shown
+from palaestra_tokens.http.transport import NOT_JSON, public_url
 from palaestra_tokens.ledger import HIGHEST_LOGPROB
 from palaestra_tokens.ledger.verify import IMPOSSIBLE
 from palaestra_tokens.parsers import GrammarParser, get_parser, list_parsers
@@ -379,7 +379,7 @@ class _Examination:
         url = engine.base_url / "models"
         models = listed_models((await engine.transport.list_models(url)).body)
         names = ", ".join(model.id for model in models[:5]) or "it lists no models"
-        self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
+        self.found.checks.append(passed(REACHABLE, f"{public_url(url)} answers: {names}"))
         return models
 
     async def _detect_server(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:

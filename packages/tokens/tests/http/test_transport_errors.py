@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from golden_messages import check_message
-from palaestra_tokens.http.transport import refused, server_says, shown
+from palaestra_tokens.http.transport import public_url, refused, server_says
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_any_body_gives_one_bounded_line(body: bytes) -> None:
 
 
 def test_addresses_are_shown_without_secrets() -> None:
-    assert shown(URL("https://me:pw@h:8/v1/x?api-key=k#f")) == "https://h:8/v1/x"
+    assert public_url(URL("https://me:pw@h:8/v1/x?api-key=k#f")) == "https://h:8/v1/x"
 
 
 def test_a_redirect_says_what_to_change() -> None:

@@ -253,23 +253,23 @@ class Prompt:
         @keys.add("escape", "escape", filter=~has_completions)
         def _(event: KeyPressEvent) -> None:
             if not self._stop() and not event.current_buffer.text:
-                choose(event, "/rewind")
+                enter_command(event, "/rewind")
 
-        def choose(event: KeyPressEvent, command: str) -> None:
+        def enter_command(event: KeyPressEvent, command: str) -> None:
             self._enter(command)
             event.current_buffer.text = f"{command} "
             event.current_buffer.cursor_position = len(command) + 1
 
         @keys.add("escape", "p")
         def _(event: KeyPressEvent) -> None:
-            choose(event, "/model")
+            enter_command(event, "/model")
 
         for letter, name in (LEADER | _LISTS).items():
 
             @keys.add("c-x", letter)
             def _(event: KeyPressEvent, letter: str = letter, name: str = name) -> None:
                 if letter in _LISTS:
-                    choose(event, name)
+                    enter_command(event, name)
                 else:
                     self._enter(name)
 

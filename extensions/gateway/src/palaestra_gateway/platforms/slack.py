@@ -126,7 +126,7 @@ class Slack:
         """Return a text as a person sees it in Slack, without mentions of the bot. The markup is that of
         https://docs.slack.dev/messaging/formatting-message-text#retrieving-messages."""
 
-        def shown(found: re.Match[str]) -> str:
+        def link_text(found: re.Match[str]) -> str:
             target, _, label = found[1].partition("|")
             if target == f"@{self._bot_user}":
                 return ""
@@ -138,7 +138,7 @@ class Slack:
             # Slack makes a link of whatever looks like one, such as main.py
             return label or address if label in ("", address, address.partition("://")[2]) else f"{label} ({address})"
 
-        return unescape(_MARKUP.sub(shown, text or "")).strip()
+        return unescape(_MARKUP.sub(link_text, text or "")).strip()
 
     async def _download_file(self, file: dict[str, Any]) -> Attachment:
         """Return a file of a message. Raises `PlatformRefused` with the problem if it cannot be read."""

@@ -155,11 +155,11 @@ async def run_suite(
     )
     run, lines = read_run(records, done), text.splitlines()
 
-    def shown(message: str) -> str:  # with the lines of the tests, which the slot does not have
+    def with_test_lines(message: str) -> str:  # the slot does not have the tests' lines
         return _LINE.sub(lambda each: f"{each[0]}\n    {lines[int(each[1]) - 1].strip()}", message)
 
-    failures = {name: replace(each, message=shown(each.message)) for name, each in run.failures.items()}
-    errors = {name: shown(each) for name, each in run.collect_errors.items()}
+    failures = {name: replace(each, message=with_test_lines(each.message)) for name, each in run.failures.items()}
+    errors = {name: with_test_lines(each) for name, each in run.collect_errors.items()}
     return replace(run, failures=failures, collect_errors=errors, output=done.output[-4000:])
 
 

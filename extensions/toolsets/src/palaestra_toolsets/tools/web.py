@@ -14,7 +14,7 @@ from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.settings import ToolsetSettings
-from palaestra_toolsets.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, shown
+from palaestra_toolsets.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, page_json
 from palaestra_toolsets.web.providers import (
     PageReader,
     Searcher,
@@ -112,7 +112,7 @@ async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolR
     an `error`; a cut page also has `total_chars` and a `hint`. The reply itself has an `error` if no page could be
     read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
-    results = [shown(page, offset) for page in await pages.read(urls)]
+    results = [page_json(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):
         return {"results": results, "error": "No page could be read; each result has the reason"}
     return {"results": results}

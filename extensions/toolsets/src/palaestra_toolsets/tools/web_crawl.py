@@ -28,7 +28,7 @@ from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.web.fetch import Fetched, PageUnreadable, fetch
-from palaestra_toolsets.web.page_text import HTML, Fetcher, as_text, decoded, shown
+from palaestra_toolsets.web.page_text import HTML, Fetcher, as_text, decoded, page_json
 from palaestra_toolsets.web.providers import WebPage, choose_reader
 
 MAX_PAGES, MAX_DEPTH = 20, 3
@@ -86,7 +86,7 @@ def web_crawl_tool(settings: ToolsetSettings, time_s: float = TIME_S) -> Functio
 def _crawl_reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
     """Return the reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran
     out."""
-    results = [shown(page, 0, PAGE_CHARS, "read the whole page with web_extract") for page in crawl.pages]
+    results = [page_json(page, 0, PAGE_CHARS, "read the whole page with web_extract") for page in crawl.pages]
     reply: dict[str, JSON] = {"results": results, "links_left": crawl.left}
     if over_s is not None:
         reply["note"] = f"The crawl stopped after {over_s:g} s, before it had read all pages"

@@ -1,7 +1,7 @@
 """Turns a fetched document into text. HTML becomes its article, JSON on one line is indented, other plain text stays as
 it is, and all other types are refused.
 
-`shown` bounds the text for a reply. Invariant: nothing is summarised, and the same bytes give the same text unless
+`page_json` bounds the text for a reply. Invariant: nothing is summarised, and the same bytes give the same text unless
 `note` reports a limit.
 """
 
@@ -121,7 +121,7 @@ def _pretty(kind: str, text: str) -> str:
         return text
 
 
-def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
+def page_json(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
     """Return at most `most` characters of a page from `offset`, or the page's error. `way` replaces the hint on how to
     continue, which by default names the next offset."""
     if page.error:

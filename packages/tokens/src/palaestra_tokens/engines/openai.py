@@ -34,7 +34,7 @@ from palaestra_tokens.http.chat_completions import (
 )
 from palaestra_tokens.http.reply_limits import largest_limit, wants_newer_name
 from palaestra_tokens.http.sse import Delta, DeltaHook, EventStreamReader
-from palaestra_tokens.http.transport import Transport, encode_json, server_says, shown
+from palaestra_tokens.http.transport import Transport, encode_json, public_url, server_says
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class OpenAIEngine(ServerEngine):
         self.config = config
         self.base_url = parse_base_url(config.base_url)
         self._url = self.base_url / "chat" / "completions"
-        self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
+        self._source = f"The model server at {public_url(self._url)} (model '{self.name}')"
         self._strict_history: list[str] = []
         self._is_listed = True
         self._limit_name = ""
@@ -93,21 +93,21 @@ class OpenAIEngine(ServerEngine):
             self._is_listed = False
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             listed = ", ".join(names[:10]) + more
-            logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, listed)
+            logger.warning("%s does not list model '%s'; it lists %s", public_url(url), self.name, listed)
         if (kind := server_kind(models)) != "other":
             # Only for these servers: OpenAI's own API refuses requests with names that it does not know, such as top_k.
             self._neutral = NEUTRAL
             logger.warning(
                 "%s speaks the protocol of %s, but chat completions give only placeholder tokens. For exact tokens, "
                 "which training needs, set --openai.server_type %s; palaestra doctor %s checks the server",
-                *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
+                *(public_url(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, public_url(self.base_url)),
             )
 
     def _use_model(self, name: str) -> None:
         """Use the only model that the server lists, because the settings do not name one."""
         self.config = self.config.model_copy(update={"model_name": name})
         self.transport.model = name
-        self._source = f"The model server at {shown(self._url)} (model '{name}')"
+        self._source = f"The model server at {public_url(self._url)} (model '{name}')"
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
         """Send one request with `tools`, so that a server that refuses them, or a model that it does not list, is
@@ -202,7 +202,7 @@ class OpenAIEngine(ServerEngine):
 
     async def _continue(self, body: Mapping[str, JSON], lane: str) -> TextCompletion:
         url = self.base_url / "completions"
-        decode = partial(decode_text, source=f"The model server at {shown(url)} (model '{self.name}')")
+        decode = partial(decode_text, source=f"The model server at {public_url(url)} (model '{self.name}')")
         return await self._limited(body, lambda sent: self.transport.ask(url, sent, decode, lane=lane))
 
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:

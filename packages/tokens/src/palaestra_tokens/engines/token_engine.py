@@ -28,7 +28,7 @@ from palaestra_tokens.engine import ChatCompletion, CompletionUsage, Sampled, Te
 from palaestra_tokens.engines.openai import parse_base_url
 from palaestra_tokens.engines.sampling import NEUTRAL
 from palaestra_tokens.http.chat_completions import listed_models, window_of
-from palaestra_tokens.http.transport import NOT_JSON, Reader, Response, Transport, encode_json, server_says, shown
+from palaestra_tokens.http.transport import NOT_JSON, Reader, Response, Transport, encode_json, public_url, server_says
 from palaestra_tokens.ledger import Ledger, ids_json
 from palaestra_tokens.parsers import ToolCallParser, list_parsers
 from palaestra_tokens.templates import ChatFormat
@@ -219,15 +219,15 @@ class TokenServer(TokenChat):
             if room < 1:
                 error = ContextExceeded(
                     f"The conversation of {prompt_tokens} tokens does not fit model '{self.name}' at "
-                    f"{shown(self.root_url)}, whose context window has {self.window_tokens} tokens."
+                    f"{public_url(self.root_url)}, whose context window has {self.window_tokens} tokens."
                 )
                 error.window_tokens = self.window_tokens
                 raise error
             limit = room if limit is None else min(limit, room)
         if limit is None:
             raise EngineRefused(
-                f"The server at {shown(self.root_url)} does not report the context window of model '{self.name}', and "
-                "this request has no limit. Set max_token_length (a run, chat) or max_tokens (a request)."
+                f"The server at {public_url(self.root_url)} does not report the context window of model '{self.name}', "
+                "and this request has no limit. Set max_token_length (a run, chat) or max_tokens (a request)."
             )
         return {**settings, "max_tokens": limit}
 
@@ -263,8 +263,9 @@ class TokenServer(TokenChat):
         response = await self.transport.request("POST", url, lambda: raw, retried=frozenset())
         if not 200 <= response.status < 300:
             raise EngineRefused(
-                f"The model server at {shown(url)} could not load the weights in {folder} (HTTP {response.status}): "
-                f"{server_says(response.body)[:500]}. The server must be able to read this folder, under the same path"
+                f"The model server at {public_url(url)} could not load the weights in {folder} (HTTP "
+                f"{response.status}): {server_says(response.body)[:500]}. The server must be able to read this folder, "
+                "under the same path"
             )
         try:
             found = msgspec.json.decode(response.body)
@@ -288,7 +289,7 @@ class TokenServer(TokenChat):
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
             raise ConfigError(
-                f"The server at {shown(self.root_url)} encodes text differently from tokenizer "
+                f"The server at {public_url(self.root_url)} encodes text differently from tokenizer "
                 f"'{self.tokenizer_name}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
                 f"tokenizer of model '{self.name}'."
             )
@@ -325,7 +326,7 @@ class TokenServer(TokenChat):
             return None
         from palaestra_tokens.http import token_stream  # imported here, because only chats stream
 
-        source = f"The model server at {shown(url)} (model '{self.name}')"
+        source = f"The model server at {public_url(url)} (model '{self.name}')"
         return token_stream.TokenStreamReader(source, getattr(token_stream, self.events), on_ids).read
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
@@ -338,8 +339,8 @@ class TokenServer(TokenChat):
 
     def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
         return EngineReplyError(
-            f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
-            f"an invalid token-exact reply: {what}."
+            f"The model server at {public_url(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens "
+            f"with an invalid token-exact reply: {what}."
         )
 
 

@@ -279,7 +279,9 @@ class Transport:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                     if decode is not None and 200 <= status < 300:
                         if (said := error_within(content)) is not None:
-                            raise EngineReplyError(f"The model server at {shown(url)} failed in its reply: {said}.")
+                            raise EngineReplyError(
+                                f"The model server at {public_url(url)} failed in its reply: {said}."
+                            )
                         value = decode(content)
                 except FailedWithin as failed:
                     status, content = failed.status, failed.body
@@ -455,7 +457,7 @@ def _is_withheld(body: bytes) -> bool:
     return b'"content_filter"' in body or bool(_WITHHELD.search(server_says(body)))
 
 
-def shown(url: URL) -> str:
+def public_url(url: URL) -> str:
     return str(url.with_user(None).with_query(None).with_fragment(None))
 
 
@@ -488,7 +490,7 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     said = server_says(body)
     if is_too_long(status, said):
         error = ContextExceeded(
-            f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}"
+            f"The conversation does not fit model '{model}' at {public_url(url)} (HTTP {status}): {said}"
         )
         field = _WINDOW_FIELD.search(body)
         error.window_tokens = window_tokens(said) or (int(field[1]) if field else None)
@@ -496,7 +498,7 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     # With a status of 500 or above, the filter itself failed, and another attempt may succeed.
     if status < 500 and _is_withheld(body):
         return ReplyWithheld(
-            f"A content filter refused the prompt. Source: {shown(url)} (HTTP {status}, model '{model}'): {said}"
+            f"A content filter refused the prompt. Source: {public_url(url)} (HTTP {status}, model '{model}'): {said}"
         )
     way_out = _WAYS_OUT.get(status, "")
     if 300 <= status < 400:
@@ -504,14 +506,14 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     if "--enable-auto-tool-choice" in said:
         way_out = "Start vLLM with these two options, or use its exact tokens: --openai.server_type vllm."
     words = said.rstrip(".") or "no text"
-    text = f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {words}."
+    text = f"The model server at {public_url(url)} refused the request (HTTP {status}, model '{model}'): {words}."
     return EngineRefused(f"{text} {way_out}".rstrip())
 
 
 def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> EngineUnavailable:
     said = server_says(body)
     error = EngineUnavailable(
-        f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
+        f"The model server at {public_url(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
         f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Check the server log.'}"
     )
     error.by_request = status in (408, 500, 504, 520, 524)  # failures and timeouts; the other statuses come from load
@@ -519,7 +521,7 @@ def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> En
 
 
 def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: float) -> EngineUnavailable:
-    where = f"the model server at {shown(url)}"
+    where = f"the model server at {public_url(url)}"
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         why = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else "no connection in time"
         text = f"Cannot reach {where}: {why or error}. Is it running there? Check --openai.base_url."

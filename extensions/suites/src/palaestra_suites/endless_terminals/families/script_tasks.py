@@ -146,7 +146,7 @@ def roman(draw: Draw) -> ProgramTask:
     values = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
     numerals = tuple(zip(values, ["M", "CM", "D", "CD", "C", "XC", "L", "XL", "X", "IX", "V", "IV", "I"], strict=True))
 
-    def written(number: int) -> str:
+    def roman_numeral(number: int) -> str:
         out = ""
         for value, letters in numerals:
             out += letters * (number // value)
@@ -155,7 +155,10 @@ def roman(draw: Draw) -> ProgramTask:
 
     numbers = [draw.between(1, 3999) for _ in range(5)]
     back = draw.chance(50)
-    cases = [Case(f"{n}\n", [written(n)]) if back else Case(f"{written(n)}\n", [str(n)]) for n in [*numbers, 1, 1994]]
+    cases = [
+        Case(f"{n}\n", [roman_numeral(n)]) if back else Case(f"{roman_numeral(n)}\n", [str(n)])
+        for n in [*numbers, 1, 1994]
+    ]
     table = f"table = {[*map(list, numerals)]!r}\n"
     write = "def roman(n):\n    out = ''\n    for v, s in table:\n"
     write += "        out, n = out + s * (n // v), n % v\n    return out\n"

@@ -87,9 +87,9 @@ def test_addresses_in_a_manifest_are_not_used() -> None:
 
 def test_an_index_has_the_image_for_this_machine() -> None:
     made = read(index({"arm64": manifest(CONFIG, [b"other"]), "amd64": CHILD}))
-    assert manifests.choose(made, "amd64", "name").size == len(CHILD)
+    assert manifests.manifest_for(made, "amd64", "name").size == len(CHILD)
     with raises(ImageError, "linux/riscv64", "linux/arm64", "linux/amd64"):
-        manifests.choose(made, "riscv64", "name")
+        manifests.manifest_for(made, "riscv64", "name")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_an_index_has_the_image_for_this_machine() -> None:
 def test_a_hostile_index_is_refused(entries: object, why: str) -> None:
     made = read({"schemaVersion": 2, "mediaType": f"{OCI}.index.v1+json", "manifests": entries})
     with pytest.raises(ImageError, match=why):
-        manifests.choose(made, "amd64", "name")
+        manifests.manifest_for(made, "amd64", "name")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_whatever_a_registry_sends_is_an_image_or_an_error(fields: dict[str, Any
         try:
             made = read(found)
             if is_index:
-                manifests.choose(made, "amd64", "name")
+                manifests.manifest_for(made, "amd64", "name")
             else:
                 manifests.image_manifest(made, Blob(f"sha256:{'0' * 64}", 1), "name", 1 << 20)
         except ImageError:

@@ -110,7 +110,7 @@ def read(data: bytes, stated_type: str, name: str) -> dict[str, JSON]:
     return {**found, "mediaType": kind}
 
 
-def choose(index: dict[str, JSON], architecture: str, name: str) -> Blob:
+def manifest_for(index: dict[str, JSON], architecture: str, name: str) -> Blob:
     """Return the manifest in an index for Linux on the given architecture. Raises `ImageError` if there is none, or if
     the entry is an index again."""
     entries = index["manifests"]

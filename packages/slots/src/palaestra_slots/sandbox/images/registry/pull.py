@@ -85,7 +85,7 @@ class Pull:
         data, found = await self._read(repository, reference, name)
         digest, size = manifests.digest_of(data), len(data)
         if found["mediaType"] in manifests.INDEXES:
-            entry = manifests.choose(found, unpack.architecture(), name)
+            entry = manifests.manifest_for(found, unpack.architecture(), name)
             data, found = await self._read(repository, entry.digest, name)
             digest, size = entry.digest, len(data)
             if found["mediaType"] in manifests.INDEXES or size != entry.size:
