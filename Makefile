@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more). TESTS=... names the folders or files whose quick tests run (default: all).
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch real-model vllm ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
+.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch real-model vllm llama ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -67,6 +67,12 @@ vllm: venv ## run the tests with a real vLLM server and the same model (large; n
 	@scripts/vllm_env
 	@.venv-torch/bin/python -m palaestra model get smollm2
 	@$(QUIET) .venv-torch/bin/python -m pytest -q -m real_vllm -rP tests/real_models
+
+llama: venv ## run the tests with a real llama.cpp server, compiled once, and the same model
+	@scripts/torch_env
+	@.venv-torch/bin/python -m palaestra model get smollm2
+	@scripts/llama_env
+	@$(QUIET) .venv-torch/bin/python -m pytest -q -m real_llama -rP tests/real_models
 
 ray: venv ## run the tests on real Ray clusters of this machine, in an environment of their own
 	@scripts/ray_env

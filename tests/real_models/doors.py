@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
+import palaestra as library
 from chat.chat_process import environment
 from model_logprobs import row_differences
+from palaestra_chat.conversation import Conversation, People
+from palaestra_chat.service import ChatService, ChatSettings
+from palaestra_chat.store import ConversationStore
+from palaestra_chat.turn_events import Notice, TurnEnded
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.tokenizers import named_folder
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +43,47 @@ def palaestra(folder: Path, *words: str, code: int = 0, patience_s: float = 400,
     return done.stdout
 
 
+class Killable(Protocol):
+    """A server that can be killed and started."""
+
+    def start(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def run_past_a_killed_server(folder: Path, server: Killable, *words: str) -> None:
+    """Run twelve groups of four, kill the server after the first group, start it, and resume the run if it ended."""
+    words = ("run", FILES_ENV, *words, "--tasks", "12", "--group", "4", "--concurrency", "2", *ONE_CALL)
+    output = folder / "output"
+    with (
+        output.open("wb") as stream,
+        subprocess.Popen(
+            [sys.executable, "-m", "palaestra", *words], cwd=folder, env=environment(folder), stdout=stream,
+            stderr=stream,
+        ) as running,
+    ):  # fmt: skip
+        try:
+            until = time.monotonic() + 120
+            while not any(file.stat().st_size for file in folder.glob("runs/*/*/groups.jsonl")):
+                assert time.monotonic() < until, output.read_text()
+                time.sleep(0.1)
+            server.kill()
+            server.start()
+            code = running.wait(400)
+        finally:
+            running.kill()
+    print(f"the run waited and ended with {code}" if code == 0 else "the run ended, and was resumed")
+    if code != 0:
+        palaestra(folder, "resume", "last")
+
+
+def replies_of(folder: Path) -> list[set[str]]:
+    """Return the different replies of each group of the last run, whatever the server type."""
+    newest = max((folder / "runs").glob("*/*/journal.jsonl"), key=lambda each: each.stat().st_mtime)
+    run = library.open_run(newest.parent)
+    return [{json.dumps(each.messages[-1], sort_keys=True) for each in group.trajectories} for group in run.groups]
+
+
 def exported_rows(folder: Path, *of: str) -> list[dict[str, JSON]]:
     file = folder / "rows.jsonl"
     palaestra(folder, "export", *of, "--to", "rows", "--out", str(file))
@@ -46,6 +96,31 @@ def chat_rows(folder: Path) -> list[dict[str, JSON]]:
     """Return the rows of all conversations whose store is below the folder."""
     palaestra(folder, "chat", "--consent", "yes")
     return exported_rows(folder, "all", "--from", "sessions")
+
+
+def talk_until_compacted(folder: Path, server: APIServerConfig, sentences: str, window: int) -> None:
+    """Hold a chat of ten turns that does not fit the window."""
+    settings = ChatSettings(toolsets=(), system_prompt="Answer in one sentence.", max_tokens=16)
+    notices: list[Notice] = []
+
+    async def talk() -> list[TurnEnded]:
+        (folder / "state").mkdir()
+        with ConversationStore(folder / "state" / "conversations.sqlite") as store:
+            async with ChatService(server, store, settings) as service:
+                conversation = Conversation.begin(service, People(notice=notices.append))
+                ends: list[TurnEnded] = []
+                for number in range(10):
+                    events = [event async for event in conversation.send(f"{sentences}What happened on day {number}?")]
+                    assert isinstance(events[-1], TurnEnded)
+                    ends.append(events[-1])
+                await conversation.close()
+                return ends
+
+    ends = asyncio.run(talk())
+    assert {end.outcome for end in ends} <= {"natural", "length"}
+    assert all(0 < end.context_tokens <= window for end in ends)
+    assert any(end.text for end in ends)
+    assert any("summary" in notice.text for notice in notices)
 
 
 def check_rows(rows: Sequence[dict[str, JSON]], model: Path = MODEL, most: float = MOST_MEAN_NATS) -> None:

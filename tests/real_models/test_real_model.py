@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 
 from chat.chat_process import environment
-from palaestra_chat.conversation import Conversation, People
-from palaestra_chat.service import ChatService, ChatSettings
-from palaestra_chat.store import ConversationStore
-from palaestra_chat.turn_events import Notice, TurnEnded
 from palaestra_tokens.config import APIServerConfig
-from real_models.doors import FILES_ENV, MODEL, ONE_CALL, chat_rows, check_rows, exported_rows, palaestra, varied_model
+from real_models.doors import (
+    FILES_ENV,
+    MODEL,
+    ONE_CALL,
+    chat_rows,
+    check_rows,
+    exported_rows,
+    palaestra,
+    talk_until_compacted,
+    varied_model,
+)
 
 pytestmark = [
     pytest.mark.real_model,
@@ -52,28 +58,9 @@ def test_rollouts_record_the_models_own_log_probabilities(tmp_path: Path) -> Non
 
 def test_a_chat_of_ten_turns_is_compacted_and_its_tokens_stay_exact(tmp_path: Path) -> None:
     model = varied_model(tmp_path / "model", config={"max_position_embeddings": WINDOW})
-    server = APIServerConfig(server_type="transformers", model_name=str(model))
-    settings = ChatSettings(toolsets=(), system_prompt="Answer in one sentence.", max_tokens=16)
-    notices: list[Notice] = []
-
-    async def talk() -> list[TurnEnded]:
-        (tmp_path / "state").mkdir()
-        with ConversationStore(tmp_path / "state" / "conversations.sqlite") as store:
-            async with ChatService(server, store, settings) as service:
-                conversation = Conversation.begin(service, People(notice=notices.append))
-                ends: list[TurnEnded] = []
-                for number in range(10):
-                    events = [event async for event in conversation.send(f"{SENTENCES}What happened on day {number}?")]
-                    assert isinstance(events[-1], TurnEnded)
-                    ends.append(events[-1])
-                await conversation.close()
-                return ends
-
-    ends = asyncio.run(talk())
-    assert {end.outcome for end in ends} <= {"natural", "length"}
-    assert all(0 < end.context_tokens <= WINDOW for end in ends)
-    assert any(end.text for end in ends)
-    assert any("summary" in notice.text for notice in notices)
+    talk_until_compacted(
+        tmp_path, APIServerConfig(server_type="transformers", model_name=str(model)), SENTENCES, WINDOW
+    )
     rows = chat_rows(tmp_path)
     assert len(rows) > 1
     check_rows(rows)

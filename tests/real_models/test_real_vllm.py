@@ -12,8 +12,6 @@ import importlib.util
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 import pytest
 
 import palaestra as library
-from chat.chat_process import environment
 from model_logprobs import logprobs_by
 from palaestra.agent.known_programs import PROGRAMS
 from palaestra.agent.programs import NpmProgram, PipProgram
@@ -40,9 +37,11 @@ from real_models.doors import (
     check_rows,
     exported_rows,
     palaestra,
+    replies_of,
+    run_past_a_killed_server,
     varied_model,
 )
-from real_models.vllm_server import DTYPE, NAME, PYTHON, WINDOW, VLLMServer
+from real_models.servers import DTYPE, NAME, PYTHON, WINDOW, VLLMServer
 
 pytestmark = [
     pytest.mark.real_vllm,
@@ -99,13 +98,6 @@ def play(scene: Any, server: VLLMServer) -> None:
             await engine.aclose()
 
     asyncio.run(go())
-
-
-def replies_of(folder: Path) -> list[set[str]]:
-    """Return the different replies of each group of the last run, whatever the server type."""
-    newest = max((folder / "runs").glob("*/*/journal.jsonl"), key=lambda each: each.stat().st_mtime)
-    run = library.open_run(newest.parent)
-    return [{json.dumps(each.messages[-1], sort_keys=True) for each in group.trajectories} for group in run.groups]
 
 
 def test_doctor_sees_the_servers_own_settings(server: VLLMServer, tmp_path: Path) -> None:
@@ -301,27 +293,6 @@ def test_new_weights_arrive_while_requests_run(server: VLLMServer, tmp_path: Pat
 
 @pytest.mark.slots
 def test_a_run_survives_a_killed_server(server: VLLMServer, tmp_path: Path) -> None:
-    words = [*client(server), "--tasks", "12", "--group", "4", "--concurrency", "2", *ONE_CALL]
-    output = tmp_path / "output"
-    with (
-        output.open("wb") as stream,
-        subprocess.Popen(
-            [sys.executable, "-m", "palaestra", "run", FILES_ENV, *words], cwd=tmp_path, env=environment(tmp_path),
-            stdout=stream, stderr=stream,
-        ) as running,
-    ):  # fmt: skip
-        try:
-            until = time.monotonic() + 120
-            while not any(file.stat().st_size for file in tmp_path.glob("runs/*/*/groups.jsonl")):
-                assert time.monotonic() < until, output.read_text()
-                time.sleep(0.1)
-            server.kill()
-            server.start()
-            code = running.wait(400)
-        finally:
-            running.kill()
-    print(f"the run waited and ended with {code}" if code == 0 else "the run ended, and was resumed")
-    if code != 0:
-        palaestra(tmp_path, "resume", "last")
+    run_past_a_killed_server(tmp_path, server, *client(server))
     assert "T1 to T4 hold" in palaestra(tmp_path, "verify", "last")
     assert len(exported_rows(tmp_path, "last")) == 48

@@ -729,6 +729,7 @@ SERVERS: Mapping[str, Server] = {
             "ggml-org/llama.cpp#16486, October 2025: the counts in the message, and status 400",
             "oobabooga/textgen#7257, October 2025: status 200 with the error as the body",
             "ggml-org/llama.cpp#15780, September 2025: exceed_context_size_error with status 500",
+            "tools/server/server-context.cpp of build 11434, November 2026: the list of models",
         ],
         calls=[(PIECES, ONE), (PARALLEL, TWO)],
         thinking=[(REASONING_CONTENT, {"reasoning_content": "hm", "content": "so"}, "hm", "so")],
@@ -765,7 +766,8 @@ SERVERS: Mapping[str, Server] = {
             ),
         ],
         broken=[error("Loading model", code=503, type="unavailable_error")],
-        models={"owned_by": "llamacpp", "meta": {"n_ctx_train": 32768}},
+        models={"owned_by": "llamacpp", "meta": {"n_ctx": 8192, "n_ctx_train": 32768}},
+        listed=8192,
     ),
     "TGI": Server(
         sources=[

@@ -364,7 +364,9 @@ class _Examination:
                 self.found.skip([CHAT], "token-exact rollouts do not use chat completions")
                 await self._token_server(kind, tokenizer)
             else:
-                self._add_server("other", "it does not identify itself as vLLM or SGLang")
+                unknown = kind == "other"
+                what = "it does not identify itself as vLLM or SGLang" if unknown else "it returns no exact tokens"
+                self._add_server(kind, what)
                 await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
                 self.found.skip([*SAMPLING, DISTRIBUTION], "the server returns no tokens", _ONLY_CHATS)
                 self._writing(tokenizer)

@@ -97,6 +97,7 @@ class OpenAIEngine(ServerEngine):
         if (kind := server_kind(models)) != "other":
             # Only for these servers: OpenAI's own API refuses requests with names that it does not know, such as top_k.
             self._neutral = NEUTRAL
+        if kind in ("vllm", "sglang"):
             logger.warning(
                 "%s speaks the protocol of %s, but chat completions give only placeholder tokens. For exact tokens, "
                 "which training needs, set --openai.server_type %s; palaestra doctor %s checks the server",

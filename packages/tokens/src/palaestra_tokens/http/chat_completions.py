@@ -341,12 +341,12 @@ def _is_object(arguments: JSON) -> bool:
         return False
 
 
-ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
+ServerKind: TypeAlias = Literal["vllm", "sglang", "llama.cpp", "other"]
 
 
 class ListedModel(msgspec.Struct):
     """One model. `owned_by` is the software that serves it. vLLM and SGLang call the window in tokens `max_model_len`,
-    other servers use one of the other names."""
+    llama.cpp `n_ctx` in `meta` (its `n_ctx_train` is not in force), other servers use one of the other names."""
 
     id: str
     owned_by: str | None = None
@@ -354,11 +354,13 @@ class ListedModel(msgspec.Struct):
     context_length: JSON = None
     context_window: JSON = None
     max_context_length: JSON = None
+    meta: JSON = None
 
     @property
     def window_tokens(self) -> int | None:
         """The window in tokens, if the server lists it."""
-        listed = (self.max_model_len, self.context_length, self.context_window, self.max_context_length)
+        of_llama = self.meta.get("n_ctx") if isinstance(self.meta, dict) else None
+        listed = (self.max_model_len, self.context_length, self.context_window, self.max_context_length, of_llama)
         return next((each for each in listed if type(each) is int and each > 0), None)
 
 
@@ -384,9 +386,12 @@ def window_of(models: Sequence[ListedModel], name: str) -> int | None:
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
     """Return the kind of server, which decides the protocol for exact tokens, from the owner of its models. Palaestra's
     own model server counts as `vllm`."""
-    for model in models:
-        if model.owned_by in ("vllm", "palaestra"):
-            return "vllm"
-        if model.owned_by == "sglang":
-            return "sglang"
-    return "other"
+    return next((_KINDS[model.owned_by] for model in models if model.owned_by in _KINDS), "other")
+
+
+_KINDS: Mapping[str | None, ServerKind] = {
+    "vllm": "vllm",
+    "palaestra": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llama.cpp",
+}
