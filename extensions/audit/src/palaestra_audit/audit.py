@@ -132,7 +132,7 @@ async def _audit(
         found: dict[str, TaskAudit] = {}
         solved: dict[str, str] = {}
 
-        def collect() -> None:
+        def update_tasks() -> None:
             # What an earlier audit found about tasks that are still to come stays in the file.
             every = known | found
             audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
@@ -159,7 +159,7 @@ async def _audit(
                     found[task.id] = await _audit_task(
                         task, position, resolved, error, digest, trials, plan, _sisters(tasks, position)
                     )
-                    collect()
+                    update_tasks()
                     write_audit(audit, plan.out)  # the file has what earlier audits found
                 progress(audit, found[task.id])
 
@@ -172,7 +172,7 @@ async def _audit(
                 if isinstance(error, PalaestraError):
                     raise error from errors
             raise
-        collect()
+        update_tasks()
         if Kind.DUPLICATE in plan.kinds:
             _add_duplicates(audit, tasks, solved, others, asked_later=environment.has_user)
         write_audit(audit, plan.out)
@@ -230,10 +230,10 @@ async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, 
         return None, str(error)
     except Exception as error:  # code of the task's author
         logger.debug("task %s cannot be resolved", task.id, exc_info=True)
-        return None, _described(error)
+        return None, _error_text(error)
 
 
-def _described(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -316,7 +316,7 @@ async def _audit_task(
         raise
     except Exception as failure:  # one odd task must not end the audit of the others
         logger.warning("the audit of task %s ended early", task.id, exc_info=True)
-        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_described(failure)}"))
+        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_error_text(failure)}"))
         result.complete = False
     finally:
         for name in {task.id, resolved.id}:

@@ -279,7 +279,9 @@ class Conversation:
         later = sent[len(kept) :]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
-            other.slots.share(self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed))))
+            other.slots.share_folder(
+                self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed)))
+            )
         copied = [each.number for each in other.history.messages_sent()]
         other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""

@@ -76,7 +76,7 @@ class ConversationSlots:
         self.about: Sequence[str] = ()
         """What the person and the model should know about the copy in the present slot."""
 
-    def share(self, folder: WorkFolder | None) -> None:
+    def share_folder(self, folder: WorkFolder | None) -> None:
         """Copy this folder into each new slot, or none."""
         self.folder = folder
 

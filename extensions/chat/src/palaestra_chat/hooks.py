@@ -137,7 +137,7 @@ def _hooks(groups: JSON, where: str) -> list[Hook]:
         listed = group.get("hooks") if isinstance(group, dict) else None
         if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
             raise ConfigError(f'{place}: expected {{"matcher": …, "hooks": [{{"type": "command", "command": …}}]}}')
-        tools = _tools(group.get("matcher", ""), place)
+        tools = _tool_matcher(group.get("matcher", ""), place)
         found += [_hook(each, tools, place) for each in listed]
     return found
 
@@ -156,7 +156,7 @@ def _hook(given: Mapping[str, JSON], tools: frozenset[str] | re.Pattern[str] | N
     return Hook(command, tools, float(timeout_s), failure == "block")
 
 
-def _tools(matcher: JSON, place: str) -> frozenset[str] | re.Pattern[str] | None:
+def _tool_matcher(matcher: JSON, place: str) -> frozenset[str] | re.Pattern[str] | None:
     if not isinstance(matcher, str):
         raise ConfigError(f"{place}: matcher is the name of a tool or a regular expression, not {matcher!r}")
     if matcher.strip() in ("", "*"):
@@ -210,7 +210,7 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             return HookAnswer(problem=f"could not be started: {error}")
         try:
             async with asyncio.timeout(hook.timeout_s):
-                while process.returncode is None and _size(out, err) <= MAX_OUTPUT_BYTES:  # noqa: ASYNC110 - no event for size
+                while process.returncode is None and _largest_size(out, err) <= MAX_OUTPUT_BYTES:  # noqa: ASYNC110 - no event for size
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return HookAnswer(problem=f"did not end within {hook.timeout_s:g} s and was killed")
@@ -218,12 +218,12 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has left in the background
             code = await asyncio.shield(process.wait())
-        if _size(out, err) > MAX_OUTPUT_BYTES:
+        if _largest_size(out, err) > MAX_OUTPUT_BYTES:
             return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
         return _answer(code, _text(out), _text(err), str(event["tool_name"]))
 
 
-def _size(*files: IO[bytes]) -> int:
+def _largest_size(*files: IO[bytes]) -> int:
     return max(os.fstat(file.fileno()).st_size for file in files)
 
 

@@ -260,15 +260,15 @@ class WorkFolder:
         now = await self._list(slot)
         for path, (data, mode) in files.items():
             self._refreshed.append((path, self._copied.get(path), self._listed.get(path)))
-            _put(self._copied, path, _state(path, data, mode) or None)
-            _put(self._listed, path, now.get(path))
+            _set_or_remove(self._copied, path, _state(path, data, mode) or None)
+            _set_or_remove(self._listed, path, now.get(path))
 
     def _forget_refreshed(self, refreshed: int) -> None:
         """Forget all but the first `refreshed` files that were copied again, for a slot that does not have them."""
         while len(self._refreshed) > refreshed:
             path, copied, listed = self._refreshed.pop()
-            _put(self._copied, path, copied)
-            _put(self._listed, path, listed)
+            _set_or_remove(self._copied, path, copied)
+            _set_or_remove(self._listed, path, listed)
             if self._stamps is not None:
                 self._stamps.pop(path, None)
 
@@ -414,7 +414,7 @@ class WorkFolder:
 
     def decline(self, change: FolderChange) -> None:
         """Leave the person's file as it is: `changes` returns this change no more, but every later one."""
-        _put(self._listed, change.path, self._seen.get(change.path))
+        _set_or_remove(self._listed, change.path, self._seen.get(change.path))
 
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""
@@ -456,7 +456,7 @@ class WorkFolder:
         """Write a change, and remember what was there before."""
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
         self._replace(target, change)
-        _put(self._listed, change.path, self._seen.get(change.path))
+        _set_or_remove(self._listed, change.path, self._seen.get(change.path))
         after = _state(change.path, change.after, change.mode)
         self._written.append(_Written(change.path, change.before, change.mode_before, after, made))
         room = MAX_KEPT_BYTES
@@ -637,10 +637,10 @@ def _is_history(path: str) -> bool:
 
 def _take(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
     for path in paths:
-        _put(to, path, source.get(path))
+        _set_or_remove(to, path, source.get(path))
 
 
-def _put(files: dict[str, T], path: str, value: T | None) -> None:
+def _set_or_remove(files: dict[str, T], path: str, value: T | None) -> None:
     if value is None:
         files.pop(path, None)
     else:

@@ -583,7 +583,7 @@ class ModalClient(DistantClient):
         process = await _call(_START_S, self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
         ours = stream.dup()
         ours.setblocking(False)
-        pumps = (self._send_all(ours, process), self._receive(ours, process))
+        pumps = (self._send_all(ours, process), self._receive_all(ours, process))
         self._tasks = [asyncio.create_task(pump) for pump in pumps]
 
     async def _deliver(self, stream: socket.socket) -> None:
@@ -600,7 +600,7 @@ class ModalClient(DistantClient):
         except Exception as error:
             self._end(SlotLost(f"the connection to Modal's sandbox is gone: {_text(error)}"))
 
-    async def _receive(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
+    async def _receive_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
         """Forward the server's bytes until the server ends."""
         with ours:
             try:
@@ -702,7 +702,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
     """Yield a tar file of the directory in pieces of `_ENTRIES` entries."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
-        paths = await asyncio.to_thread(lambda: list(_entries(source, skipped)))
+        paths = await asyncio.to_thread(lambda: list(_walk(source, skipped)))
 
         def add(some: Sequence[str]) -> bytes:
             for path in some:
@@ -717,7 +717,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
     yield buffer.getvalue()
 
 
-def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
+def _walk(source: str, skipped: Collection[str]) -> Iterator[str]:
     """Yield the directory and everything in it, parents first, without the directories named in `skipped`."""
     yield source
     for folder, folders, files in os.walk(source):

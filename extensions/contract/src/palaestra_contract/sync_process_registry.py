@@ -158,10 +158,10 @@ class SharedProcesses:
         """End the waits for processes, but not the processes themselves. `task_id` and `session_key`, if given, limit
         this to the processes of that task and that conversation. Returns the number of waits."""
 
-        async def interrupt(registry: ProcessRegistry) -> int:
+        async def interrupt_waits(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
 
-        return sum(self._each(interrupt))
+        return sum(self._each(interrupt_waits))
 
     def kill_all(self, task_id: str | None = None) -> int:
         """End every process of the task, or of all tasks. Returns how many were running."""

@@ -38,10 +38,10 @@ async def certificate(folder: Path, domain: str) -> tuple[Path, Path]:
         made = Path(temporary)
         key_and_chain = (made / "server.key").read_text() + (made / "server.crt").read_text()
         authority = (made / "ca.crt").read_text()
-        _put(chain, key_and_chain + authority)
-        _put(folder / "ca.pem", authority)
-        _put(bundle, _system_authorities() + authority)
-        _put(about, domain)
+        _write_private(chain, key_and_chain + authority)
+        _write_private(folder / "ca.pem", authority)
+        _write_private(bundle, _system_authorities() + authority)
+        _write_private(about, domain)
     return chain, bundle
 
 
@@ -85,7 +85,7 @@ def _system_authorities() -> str:
     return ""
 
 
-def _put(file: Path, text: str) -> None:
+def _write_private(file: Path, text: str) -> None:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(text, encoding="utf-8")

@@ -227,12 +227,12 @@ class ProcessTable:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_copy(hosted, "stdout", 0))
                     group.create_task(_copy(hosted, "stderr", 1))
-            await self._finish(hosted, hosted.process.exit_code or 0)
+            await self._finish_process(hosted, hosted.process.exit_code or 0)
         except* (PalaestraError, ProcessLookupError) as errors:
             self._running.pop(hosted.pid, None)
             hosted.fail(RpcError("unavailable", f"the sandbox stopped: {errors.exceptions[0]}"))
 
-    async def _finish(self, hosted: HostedProcess, code: int) -> None:
+    async def _finish_process(self, hosted: HostedProcess, code: int) -> None:
         self._running.pop(hosted.pid, None)
         if hosted.deadline is not None:
             hosted.deadline.cancel()

@@ -242,12 +242,12 @@ class Sandboxes:
         with self._key_limits.place(key):
             try:
                 snapshot = await self.templates.prepared(template)
-                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+                sandbox = await self._begin_sandbox(key, template, request, network, snapshot, request.timeout_s)
             except SandboxError:
                 if not await self.templates.is_lost(template):
                     raise
                 snapshot = await self.templates.prepared(template)
-                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+                sandbox = await self._begin_sandbox(key, template, request, network, snapshot, request.timeout_s)
         if template.start_command and not await sandbox.run_start_command():
             await self._end(sandbox, "its start command did not become ready")
             raise ApiError(504, f"the start command of {template.name} did not become ready in {_READY_S:g} s")
@@ -261,7 +261,7 @@ class Sandboxes:
             raise ApiError(403, "sandboxes of this server have no network; leave out allow_internet_access and network")
         return wanted
 
-    async def _begin(
+    async def _begin_sandbox(
         self, key: ApiKey, template: Template, request: NewSandbox, network: Network | AllowList, snapshot: Snapshot,
         timeout_s: float,
     ) -> HostedSandbox:  # fmt: skip
@@ -363,7 +363,7 @@ class Sandboxes:
         async def one() -> HostedSandbox | ApiError:
             try:
                 with self._key_limits.place(sandbox.key):
-                    return await self._begin(
+                    return await self._begin_sandbox(
                         sandbox.key, sandbox.template, sandbox.request, sandbox.network, snapshot, timeout_s
                     )
             except (ApiError, PalaestraError) as error:

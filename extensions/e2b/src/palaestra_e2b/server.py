@@ -58,7 +58,7 @@ class E2BServer:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
         try:
-            return await self._handle(request)
+            return await self._dispatch(request)
         except ApiError as error:
             answer = error_body(error)
             if error.status in (401, 403, 408, 413):
@@ -74,7 +74,7 @@ class E2BServer:
             logger.exception("%s %s failed", request.method, request.path)
             return error_body(ApiError(500, "the server failed to answer; its log has the reason"))
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
         inside = _inside(request)
         if inside is not None:
             sandbox_id, port = inside

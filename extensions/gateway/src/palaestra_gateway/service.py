@@ -387,7 +387,7 @@ class Gateway:
             case "help":
                 return commands.help_text()
             case "stop":
-                return await self._end_processes(session) if command.argument else session.interrupt()
+                return await self._end_processes(session) if command.argument else session.stop_turn()
             case "status":
                 return await self._status(session)
             case "answer":

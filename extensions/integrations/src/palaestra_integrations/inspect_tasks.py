@@ -236,7 +236,7 @@ class _LoadedTask:
 
     def _carried(self, sample: Sample) -> Task:
         opened = _wait(self._open(sample))
-        tools = sorted(self._tools(opened.state))
+        tools = sorted(self._tool_names(opened.state))
         if unknown := [name for name in tools if name not in _TOOLSETS]:
             raise ConfigError(f"the tool {unknown[0]} of {self.task.name} cannot be carried over; Palaestra has "
                               f"its own for {', '.join(_TOOLSETS)}")  # fmt: skip
@@ -321,7 +321,7 @@ class _LoadedTask:
     def _solvers(self) -> list[Solver]:
         return [*_flat(self.task.setup), *_flat(self.task.solver)]
 
-    def _tools(self, state: TaskState) -> set[str]:
+    def _tool_names(self, state: TaskState) -> set[str]:
         found = {_name(tool) for tool in state.tools}
         for solver in self._solvers():
             given = registry_params(solver).get("tools") if _name(solver) in _AGENTS else None

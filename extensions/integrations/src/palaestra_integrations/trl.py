@@ -157,7 +157,7 @@ def _method(function: Mapping[str, Any]) -> Callable[..., str]:
         annotation = kind if name in required else kind | None
         parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, **given))
     lines = [_line(function.get("description", function["name"])), "", "Args:"]
-    lines += [f"    {name}: {_described(properties[name], name)}" for name in properties]
+    lines += [f"    {name}: {_parameter_text(properties[name], name)}" for name in properties]
     lines += ["", "Returns:", "    The tool's reply."]
     call.__name__ = call.__qualname__ = function["name"]
     call.__doc__ = "\n".join(lines if properties else [lines[0], *lines[-3:]])
@@ -170,7 +170,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _described(schema: Mapping[str, Any], name: str) -> str:
+def _parameter_text(schema: Mapping[str, Any], name: str) -> str:
     choices = f" (choices: {json.dumps(schema['enum'])})" if "enum" in schema else ""
     return _line(schema.get("description") or name) + choices
 

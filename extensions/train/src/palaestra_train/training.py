@@ -172,7 +172,7 @@ class Training:
         if state.step < config.warm:
             self._demonstrations = await self._demonstrated()
         while state.step < last:
-            await (self._warm_step() if state.step < config.warm else self._step())
+            await (self._warm_step() if state.step < config.warm else self._train_step())
             done = state.step - config.warm
             due = config.eval_every and done >= 0 and (done % config.eval_every == 0 or state.step == config.last_step)
             better = await self._evaluate(state.step) if due else False
@@ -218,7 +218,7 @@ class Training:
                     f"learning_rate; the training run continues after step {saved.step if saved else 0}"
                 )
 
-    async def _step(self) -> None:
+    async def _train_step(self) -> None:
         began, busy = time.monotonic(), self.busy.seconds
         state, config = self._state, self.config
         batch, groups = await self._collect()
@@ -343,7 +343,7 @@ class Training:
         except* RunStopped as stopped:
             raise stopped.exceptions[0] from None
         except* Exception as failures:
-            raise _first(failures) from None
+            raise _first_error(failures) from None
         return [each.result() for each in running]
 
     async def _one(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
@@ -513,6 +513,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / (high - low) * len(_BARS)))] for mean in means)
 
 
-def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+def _first_error(failures: BaseExceptionGroup[Exception]) -> Exception:
     found = failures.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    return _first_error(found) if isinstance(found, BaseExceptionGroup) else found

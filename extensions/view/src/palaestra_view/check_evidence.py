@@ -57,7 +57,7 @@ def listed_tests(detail: JSON, under: str = "") -> Iterator[ListedTest]:
             elif failures:
                 yield ListedTest(name, "failed", text)
         elif isinstance(value, Mapping):
-            if failures and (output := _output(value)) is not None:
+            if failures and (output := _test_output(value)) is not None:
                 yield ListedTest(name, "failed", output)
             else:
                 yield from listed_tests(value, name)
@@ -73,10 +73,10 @@ def _of_list(values: Sequence[JSON], word: str | None) -> Iterator[ListedTest]:
         found = next((value[key] for key in _RESULTS if isinstance(value.get(key), str | bool)), None)
         status = ("passed" if found else "failed") if isinstance(found, bool) else _STATUS.get(str(found).lower(), word)
         if name is not None and status is not None:
-            yield ListedTest(name, status, _output(value) or "")
+            yield ListedTest(name, status, _test_output(value) or "")
 
 
-def _output(value: Mapping[str, JSON]) -> str | None:
+def _test_output(value: Mapping[str, JSON]) -> str | None:
     return next((text for key in _OUTPUTS if (text := _text(value.get(key))) is not None), None)
 
 

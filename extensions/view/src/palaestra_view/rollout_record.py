@@ -217,7 +217,7 @@ def token_record(index: RunIndex, rollout_id: str, row: int, names: Names | None
         "spans": spans,
         "stop_ids": trajectory.ledger.stop_ids if trajectory.ledger else [],
         "texts": texts,
-        "verdict": _verdict(trajectory),
+        "verdict": _ledger_check(trajectory),
         "advantage": _advantage(index, trajectory),
     }
 
@@ -262,7 +262,7 @@ def _token_facts(trajectory: Trajectory) -> JSON:
     }
 
 
-def _verdict(trajectory: Trajectory) -> JSON:
+def _ledger_check(trajectory: Trajectory) -> JSON:
     if trajectory.ledger is None:
         return None
     from palaestra_tokens.ledger import verify_ledger  # imported here, because most runs are not token-exact

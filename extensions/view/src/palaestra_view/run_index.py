@@ -459,7 +459,7 @@ class RunIndex:
             try:
                 self._store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._store.touch(mode=0o600)
-                db = _connect(str(self._store))
+                db = _open_database(str(self._store))
                 if _fits(db, self.path):
                     return db
                 db.execute("DROP VIEW IF EXISTS graded")
@@ -469,7 +469,7 @@ class RunIndex:
                 return db
             except (OSError, sqlite3.Error):
                 self._store = None  # a cache is not worth a failure
-        db = _connect(":memory:")
+        db = _open_database(":memory:")
         db.executescript(_SCHEMA)
         return db
 
@@ -638,7 +638,7 @@ class _Slice:
         number, prompt = found or (0, "")
         if found and not prompt:
             self._db.execute(
-                "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first(one.messages, b'"user"'), one.group_id]
+                "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first_text(one.messages, b'"user"'), one.group_id]
             )
         segments = [] if one.ledger is None else one.ledger.segments
         beside, timed = one.beside, one.beside.turn_s  # a time that is not recorded is not 0
@@ -651,7 +651,7 @@ class _Slice:
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
             sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
             sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
-            beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
+            beside.stages.get("grade", 0.0), beside.started_at, _first_text(reversed(one.messages), b'"assistant"'),
             None if one.parent is None else one.parent.index, _string(one.detail.difference),
             json.dumps(_strings(one.detail.unseen)), _breaks(one.detail), _exits(one.messages), self.place, size,
         )  # fmt: skip
@@ -672,7 +672,7 @@ _EventT = TypeVar("_EventT")
 _Values = list[str | float]
 
 
-def _connect(name: str) -> sqlite3.Connection:
+def _open_database(name: str) -> sqlite3.Connection:
     db = sqlite3.connect(name, timeout=10.0, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA synchronous = OFF")  # a damaged cache is built again
     db.execute("PRAGMA journal_mode = MEMORY")
@@ -753,7 +753,7 @@ def evidence(index: RunIndex) -> Iterator[RolloutEvidence]:
         last = rows[-1][0]
 
 
-def _first(messages: Iterable[msgspec.Raw], role: bytes) -> str:
+def _first_text(messages: Iterable[msgspec.Raw], role: bytes) -> str:
     """Return the beginning of the first message with this role (as JSON) and with text."""
     for raw in messages:
         try:

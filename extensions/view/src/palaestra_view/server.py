@@ -110,7 +110,7 @@ class Viewer:
         app.router.add_get("/api/events", self._events)
         app.router.add_post("/api/annotate", self._annotate)
         for path, answer in self._answers().items():
-            app.router.add_get(f"/api/{path}", _json(answer))
+            app.router.add_get(f"/api/{path}", _json_handler(answer))
         return app
 
     async def follow(self) -> None:
@@ -386,7 +386,7 @@ def compared_rollouts(runs: OpenRuns, name: str, ids: Sequence[str], reference: 
     return siblings(finished, reference)
 
 
-def _json(answer: _Answer) -> Handler:
+def _json_handler(answer: _Answer) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             body = await asyncio.to_thread(lambda: _encoded(answer(Query(request))))

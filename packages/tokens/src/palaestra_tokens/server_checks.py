@@ -365,7 +365,7 @@ class _Examination:
                 await self._token_server(kind, tokenizer)
             else:
                 self._add_server("other", "it does not identify itself as vLLM or SGLang")
-                await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
+                await self._check_chat(OpenAIEngine(self._config("openai", self.found.model)))
                 self.found.skip([*SAMPLING, DISTRIBUTION], "the server returns no tokens", _ONLY_CHATS)
                 self._writing(tokenizer)
                 self.found.skip([AGREES], "the server returns no tokens")
@@ -456,7 +456,7 @@ class _Examination:
             way_out = f"Set --openai.tokenizer_name to the tokenizer of '{self.found.model}'."
             self.found.checks.append(failed(AGREES, "the server encodes a test text differently", way_out))
 
-    async def _chat(self, engine: OpenAIEngine) -> None:
+    async def _check_chat(self, engine: OpenAIEngine) -> None:
         try:
             reply = await engine.chat_completion(
                 messages=[{"role": "user", "content": "Say a word."}], tools=[TOOL], max_tokens=16

@@ -25,14 +25,14 @@ def leaves(state: JSON) -> dict[str, object]:
     """Return the values of a state by their paths. A list is one value, because its items have no names."""
     found: dict[str, object] = {}
 
-    def collect(path: str, value: JSON) -> None:
+    def add_leaves(path: str, value: JSON) -> None:
         if not isinstance(value, Mapping):
             found[path] = value
             return
         for key, each in value.items():
-            collect(f"{path}.{key}" if path else str(key), each)
+            add_leaves(f"{path}.{key}" if path else str(key), each)
 
-    collect("", state or {})
+    add_leaves("", state or {})
     return found
 
 

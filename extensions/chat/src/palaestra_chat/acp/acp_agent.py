@@ -264,7 +264,7 @@ class ChatAgent:
         session's options. If a server cannot be used, the conversation is closed."""
         session.follow(conversation)
         if folder is not None:
-            conversation.slots.share(folder)
+            conversation.slots.share_folder(folder)
         try:
             await session.start_servers(named or (), self._options.config.mcp_servers)
         except ConfigError as error:

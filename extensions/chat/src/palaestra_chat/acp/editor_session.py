@@ -138,7 +138,7 @@ class EditorSession:
                 ended = event
             elif not isinstance(event, Notice) and (update := self._update(event)) is not None:
                 await self._send(update)
-                if isinstance(event, ToolEnded) and (plan := _plan(event)) is not None:
+                if isinstance(event, ToolEnded) and (plan := _plan_update(event)) is not None:
                     await self._send(plan)
         assert ended is not None
         return ended
@@ -269,7 +269,7 @@ class EditorSession:
         await self._client.session_update(self._id, update)
 
 
-def _plan(event: ToolEnded) -> Any:
+def _plan_update(event: ToolEnded) -> Any:
     """Return the plan of a call of the tool `todo` as an update, or None."""
     reply = _decoded(event.text) if event.name == "todo" and not event.error else None
     steps = reply.get("todos") if isinstance(reply, dict) else None

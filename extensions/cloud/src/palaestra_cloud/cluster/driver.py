@@ -154,7 +154,7 @@ class Driver:
         if self._run is None:
             self._run = run
             for worker in self._workers.values():
-                self._record(worker.node)
+                self._record_node(worker.node)
             self._watching.append(asyncio.create_task(self._tell_stop(run.limits), name="stop"))
         return RemoteGroup(self, env, run, number, task, places)
 
@@ -223,7 +223,7 @@ class Driver:
             worker.tasks.append(asyncio.create_task(self._until_lost(worker, work), name=f"node-{room.name[:8]}"))
         if self._run is not None and self._run.limits.reason:
             worker.send(_stop(self._run.limits))
-        self._record(node)
+        self._record_node(node)
         self.placement.add(room)
 
     def _note(self, text: str) -> None:
@@ -232,7 +232,7 @@ class Driver:
         else:
             self._run.events.note(text)
 
-    def _record(self, node: Node, lost: str = "") -> None:
+    def _record_node(self, node: Node, lost: str = "") -> None:
         """Write into the journal that a node belongs to the run, or is lost."""
         if self._run is not None and node.ready is not None:
             address, level, slots = node.address, node.rung.label, node.ready.slots
@@ -319,7 +319,7 @@ class Driver:
             f"node {node.address.host} ({node.address.id[:8]}) is lost ({reason.rstrip('.')}); "
             f"{len(moved)} of its groups continue elsewhere, {len(self._workers)} nodes are left"
         )
-        self._record(node, reason or "lost")
+        self._record_node(node, reason or "lost")
         for playing in moved:
             playing.done.set_exception(NodeLost(reason))
         current = asyncio.current_task()

@@ -181,7 +181,7 @@ async def _opened_node(setup: WorkerSetup, outbox: EventOutbox) -> AsyncIterator
         if setup.compat:
             allow_old_imports()
         form = load_environment(_script_here(setup, files), Path.cwd())
-        env_values, server_values = _settings(setup)
+        env_values, server_values = _unpickled_settings(setup)
         config = form.config_type()(**env_values)
         servers = [APIServerConfig(**values) for values in server_values]
         async with AsyncExitStack() as stack:
@@ -239,7 +239,7 @@ def _script_here(setup: WorkerSetup, files: ExitStack) -> str:
     return f"{copy}{colon}{name}"
 
 
-def _settings(setup: WorkerSetup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
+def _unpickled_settings(setup: WorkerSetup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
     try:
         env, servers = pickle.loads(setup.settings)  # noqa: S301 - from the driver, which started this process
     except Exception as error:

@@ -167,7 +167,7 @@ class ToolExecutor:
         self._in_flight += 1
         succeeded = False
         try:
-            result = await self._execute(trajectory_id, call, timeout_s)
+            result = await self._execute_call(trajectory_id, call, timeout_s)
             succeeded = result.success
             return result
         finally:
@@ -175,7 +175,7 @@ class ToolExecutor:
             self.stats.total_errors += not succeeded
             self.stats.latencies_s.append(time.monotonic() - started)
 
-    async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
+    async def _execute_call(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
         name = self.registry.known_as(call.name)
         error = call.error
         if not error and self.registry.get(name) is None:

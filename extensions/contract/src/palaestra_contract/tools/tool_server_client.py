@@ -67,7 +67,7 @@ class ToolServerLink:
             _FIRST[url] = self
         else:
             earlier._later.add(self)
-        self._address = None if url == INPROCESS else _address(url)
+        self._address = None if url == INPROCESS else _server_url(url)
         self._session: aiohttp.ClientSession | None = None
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
@@ -205,7 +205,7 @@ async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     raise AssertionError("a tool that only its server has is called through its server")
 
 
-def _address(url: str) -> URL:
+def _server_url(url: str) -> URL:
     address = URL(url)
     if address.scheme not in ("http", "https") or not address.host:
         raise ConfigError(f"tool_server_url {url!r} is neither an http address nor '{INPROCESS}'")

@@ -174,10 +174,10 @@ class Email:
             await client.wait_hello_from_server()
             login = await client.login(self._user, self._password)
             if login.result != "OK":
-                raise PlatformRefused(f"{self.name}: {host} refuses the login of {self._user}: {_said(login)}")
+                raise PlatformRefused(f"{self.name}: {host} refuses the login of {self._user}: {_response_text(login)}")
             selected = await client.select("INBOX")
             if selected.result != "OK":
-                raise PlatformUnavailable(f"{self.name}: {host} has no INBOX: {_said(selected)}")
+                raise PlatformUnavailable(f"{self.name}: {host} has no INBOX: {_response_text(selected)}")
         except PlatformError:
             await _closed(client)
             raise
@@ -189,7 +189,7 @@ class Email:
         await client.noop()
         found = await client.uid_search("UNSEEN")
         if found.result != "OK":
-            raise PlatformUnavailable(f"{self.name}: the search failed: {_said(found)}")
+            raise PlatformUnavailable(f"{self.name}: the search failed: {_response_text(found)}")
         for uid in found.lines[0].split() if found.lines else []:
             number = uid.decode()
             fetched = await client.uid("fetch", number, "(BODY.PEEK[])")
@@ -208,7 +208,9 @@ class Email:
                 await deliver(message)
             stored = await client.uid("store", number, "+FLAGS", "(\\Seen)")
             if stored.result != "OK":
-                raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked as read: {_said(stored)}")
+                raise PlatformUnavailable(
+                    f"{self.name}: message {number} cannot be marked as read: {_response_text(stored)}"
+                )
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
         """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
@@ -476,7 +478,7 @@ def _number(name: str, value: object) -> int:
     return value
 
 
-def _said(response: aioimaplib.Response) -> str:
+def _response_text(response: aioimaplib.Response) -> str:
     return b" ".join(bytes(line) for line in response.lines)[:200].decode(errors="replace")
 
 

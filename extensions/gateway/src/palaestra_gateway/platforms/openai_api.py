@@ -143,7 +143,7 @@ class OpenAIServer:
             if body.get("stream"):
                 options = body.get("stream_options")
                 usage = isinstance(options, dict) and options.get("include_usage") is True
-                answer, reply = await self._stream(request, waiting, session, usage=usage)
+                answer, reply = await self._stream_answer(request, waiting, session, usage=usage)
             else:
                 while await waiting.parts.get() is not None:
                     pass
@@ -167,7 +167,7 @@ class OpenAIServer:
         body = {**self._head("chat.completion"), "choices": [choice], "usage": waiting.usage}
         return web.json_response(body, headers={SESSION: session})
 
-    async def _stream(
+    async def _stream_answer(
         self, request: web.Request, waiting: _Request, session: str, *, usage: bool
     ) -> tuple[str, web.StreamResponse]:
         """Send the answer as it arrives. Returns the whole text that was sent, and the response."""
@@ -195,7 +195,7 @@ class OpenAIServer:
             waiting.streamed += part
         answer = "\n\n".join(waiting.texts)
         if waiting.outcome in _FAILED:
-            failed = {"error": _about(answer, "server_error", waiting.outcome)}
+            failed = {"error": _error_object(answer, "server_error", waiting.outcome)}
             await reply.write(b"data: " + json.dumps(failed).encode() + b"\n\ndata: [DONE]\n\n")
             return answer, reply
         streamed = waiting.streamed.rstrip()
@@ -358,8 +358,8 @@ def _refused(status: int, reason: str) -> web.Response:
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response({"error": _about(message, kind, code)}, status=status)
+    return web.json_response({"error": _error_object(message, kind, code)}, status=status)
 
 
-def _about(message: str, kind: str, code: str | None) -> dict[str, JSON]:
+def _error_object(message: str, kind: str, code: str | None) -> dict[str, JSON]:
     return {"message": message, "type": kind, "param": None, "code": code}

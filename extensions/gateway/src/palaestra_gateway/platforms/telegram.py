@@ -130,7 +130,7 @@ class Telegram:
                 for last, together in _albums(updates):
                     parts = [part for each in together if (part := await self._read(bot, each)) is not None]
                     if parts:
-                        await deliver(_joined(parts))
+                        await deliver(_album_message(parts))
                     offset = last + 1
                 wait_s = 1.0
             except PlatformError as error:
@@ -297,7 +297,7 @@ def _albums(updates: Iterable[Update]) -> Iterator[tuple[int, list[Message]]]:
             yield together[-1].update_id, [each.message for each in together if each.message is not None]
 
 
-def _joined(parts: Sequence[Incoming]) -> Incoming:
+def _album_message(parts: Sequence[Incoming]) -> Incoming:
     """Return one message for the messages of an album."""
     return replace(
         parts[0],

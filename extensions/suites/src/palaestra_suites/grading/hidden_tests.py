@@ -94,14 +94,14 @@ async def _verdicts(
     cwd: str,
     reference: Mapping[str, str] | None,
 ) -> TestVerdicts:
-    async def over(files: Mapping[str, str], texts: Mapping[str, str]) -> TestRun:
+    async def run_in_fork(files: Mapping[str, str], texts: Mapping[str, str]) -> TestRun:
         async with sandbox.fork() as fork:
             for path, content in files.items():
                 await fork.write_text(path if path.startswith("/") else f"{cwd}/{path}", content)
             return await run_text(fork, texts[""])
 
     forks = sandbox.rung in (Rung.FULL, Rung.USERNS)
-    run = await (over({}, {"": text}) if forks else run_text(sandbox, text))
+    run = await (run_in_fork({}, {"": text}) if forks else run_text(sandbox, text))
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
     passed = tuple(name for name in names if name not in failed)
@@ -110,8 +110,8 @@ async def _verdicts(
         work = await python_texts(sandbox, await python_files(sandbox, cwd))
         labels += await copied_answers({"": text}, passed, work, (reference or {}).values())
     if forks and passed:
-        solved = None if reference is None else partial(over, reference)
-        labels += (await control({"": text}, passed, partial(over, {}), solved, wildcards=False)).labels
+        solved = None if reference is None else partial(run_in_fork, reference)
+        labels += (await control({"": text}, passed, partial(run_in_fork, {}), solved, wildcards=False)).labels
     return TestVerdicts(passed, failed, tuple(labels))
 
 

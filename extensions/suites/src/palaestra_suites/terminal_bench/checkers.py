@@ -136,7 +136,7 @@ async def checkers_in(
         before = [await _answers(slot, setup, case.path, case.data) for case in cases]
     checkers = []
     for path in found:
-        said = await _said(cases, setup, work([each for each in found if each != path]))
+        said = await _printed_texts(cases, setup, work([each for each in found if each != path]))
         if not _computes(cases, said, before):
             checkers.append(path)
     return checkers
@@ -206,7 +206,9 @@ def _other_end(match: re.Match[bytes]) -> bytes:
     return before + bytes([last[0] - 1 if lower else last[0] + 1])
 
 
-async def _said(cases: Sequence[_Case], setup: VerifierSetup, work: GradedViews) -> list[Mapping[str, str] | None]:
+async def _printed_texts(
+    cases: Sequence[_Case], setup: VerifierSetup, work: GradedViews
+) -> list[Mapping[str, str] | None]:
     """Return what failed tests print over the work in each case, or None if the work does not read the data."""
     async with work() as slot:
         opened = await _opened(slot, setup, list({case.path for case in cases}))

@@ -261,7 +261,7 @@ class _Reader:
             copies=tuple(copies),
             folders=tuple(folders),
             hosts=tuple(_hosts(fields.get("extra_hosts"), f"{where}.extra_hosts")),
-            limits=_limits(fields, where, self._limits if name == MAIN else Limits()),
+            limits=_service_limits(fields, where, self._limits if name == MAIN else Limits()),
             online=not networks <= self._internal,
         )
 
@@ -541,7 +541,7 @@ def _hosts(value: JSON, where: str) -> Iterator[tuple[str, str]]:
         yield name, plain
 
 
-def _limits(fields: Mapping[str, JSON], where: str, default: Limits) -> Limits:
+def _service_limits(fields: Mapping[str, JSON], where: str, default: Limits) -> Limits:
     deploy = _mapping(fields.get("deploy"), f"{where}.deploy")
     resources = _mapping(deploy.get("resources"), f"{where}.deploy.resources")
     if (replicas := deploy.get("replicas")) not in (None, 1):

@@ -40,7 +40,7 @@ def harbor_form(name: str) -> Form:
     name = name.removeprefix("//")
     if (tasks := tasks_form(local_path(name))) is not None:
         return tasks
-    _split(name)
+    _name_and_version(name)
     reference = f"{PREFIX}{name}"
     return DatasetForm(load_environment(_ENVIRONMENT, Path()), reference, reference)
 
@@ -67,7 +67,7 @@ class _Named:
 async def named_folders(name: str, registry: str | None, cache: Path) -> Folders:
     """Return the tasks of a dataset or package. `registry` is a registry or its folder, by default that of the current
     folder. Raises `ConfigError` if nothing has this name; the error names the places that were searched."""
-    base, version = _split(name)
+    base, version = _name_and_version(name)
     places: list[str] = [f"the folder {name}"]
     file = local_path(registry or ".")
     file = file / REGISTRY if file.is_dir() else file
@@ -94,7 +94,7 @@ async def named_folders(name: str, registry: str | None, cache: Path) -> Folders
     )
 
 
-def _split(name: str) -> tuple[str, str | None]:
+def _name_and_version(name: str) -> tuple[str, str | None]:
     base, at, version = name.partition("@")
     if not _NAME.fullmatch(base) or (at and not re.fullmatch(r"[\w][\w.:+-]*", version)):
         raise ConfigError(

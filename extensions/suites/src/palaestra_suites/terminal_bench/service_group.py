@@ -32,7 +32,7 @@ from palaestra_slots.images.task_files import Unsupported
 from palaestra_slots.images.task_root import TaskRoot
 from palaestra_slots.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra_slots.sandbox.transfer import upload_dir
-from palaestra_suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
+from palaestra_suites.terminal_bench.separate_verifier import Collected, copy_artifacts, joined, run_hooks
 from palaestra_suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
 from palaestra_suites.terminal_bench.terminal_task import Artifact, CollectHook
 
@@ -331,7 +331,9 @@ class ServiceGroup:
             place.mkdir()
             try:
                 problems += await run_hooks([each for each in hooks if each.service == name], self._place_of)
-                own = await collect(self.slots[name], [each for each in artifacts if each.service == name], place)
+                own = await copy_artifacts(
+                    self.slots[name], [each for each in artifacts if each.service == name], place
+                )
             except SlotEnded:  # which the agent may have brought about
                 own = Collected((), [f"the service {name} has ended its own sandbox"])
             found = joined(found, own)

@@ -207,7 +207,7 @@ async def falsified(
     passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
     files = _files_of(test_files(task), passed)
 
-    async def over(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
+    async def run_with_texts(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
         return await run_with_tests(slots, setup, {files[path][0]: text for path, text in texts.items()})
 
     async def known() -> list[str]:
@@ -221,8 +221,8 @@ async def falsified(
     async with views() as fork:
         work = await python_texts(fork, setup.made)
     copied = await copied_answers(texts, passed, work, known)
-    right = partial(over, reference) if reference else None
-    result = await control(texts, passed, partial(over, views), right, fresh=fresh)
+    right = partial(run_with_texts, reference) if reference else None
+    result = await control(texts, passed, partial(run_with_texts, views), right, fresh=fresh)
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
     return Controlled((*copied, *result.labels), (*result.uncontrolled, *skipped))
 
@@ -328,7 +328,7 @@ async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str],
     if alone:
         await slot.execute(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=30)
     records = read_records(result.verdict)
-    output = await _output(slot)
+    output = await _stdout_tail(slot)
     run = read_run(records, result) if script.pytest else None
     if result.metadata.get("timeout"):
         raise TestsTimedOut(f"the verifier of {task.name} timed out{_tail(output)}")
@@ -434,7 +434,7 @@ def _tail(output: str) -> str:
     return f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
 
 
-async def _output(slot: Slot) -> str:
+async def _stdout_tail(slot: Slot) -> str:
     try:
         status = await slot.stat(STDOUT)
         size = status.size if status is not None else 0

@@ -157,7 +157,7 @@ class BrowserSession:
 
     async def navigate(self, url: str, run: ToolRun, settings: ToolsetSettings) -> int | None:
         """Open an address in the current page, or in another if that page hangs. Return the HTTP status, or None."""
-        url, host, port = _address(url)
+        url, host, port = _checked_address(url)
         reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
             raise ToolMistake(f"{url} was not opened: {why}")
@@ -358,7 +358,7 @@ class BrowserSession:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def _address(url: str) -> tuple[str, str, int]:
+def _checked_address(url: str) -> tuple[str, str, int]:
     """Return the address with its scheme, the host, and the port. Raises `ToolMistake` for an address that must not be
     opened."""
     url = url.strip()

@@ -248,7 +248,7 @@ def skills_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
             touches_world=True,
             world_session="skills",
         )
-        for schema, run in ((LIST, _list), (VIEW, _view), (MANAGE, _manage))
+        for schema, run in ((LIST, _list), (VIEW, _view_skill), (MANAGE, _manage))
     )
 
 
@@ -271,7 +271,7 @@ async def _list(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: T
     return {"success": True, "skills": shown}
 
 
-async def _view(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _view_skill(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     path = arguments.get("file_path") or DOCUMENT
     return {"success": True, **await asyncio.to_thread(_skills(settings).view, arguments["name"], path)}
 

@@ -82,7 +82,7 @@ def vision_problem(settings: ToolsetSettings) -> str | None:
     return None
 
 
-async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[str, JSON]:
+async def analyse_image(settings: ToolsetSettings, image: Image, question: str) -> dict[str, JSON]:
     """Return the model's `analysis`, its `usage` if the server reports it, and `cut` if the answer ended at its token
     limit. Raises `ToolMistake`, or `ToolUnavailable` if the model does not answer."""
     if (reason := vision_problem(settings)) is not None:
@@ -111,7 +111,7 @@ async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[s
 
 async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     image = await _image(settings, arguments["image_url"], run)
-    return {"success": True, **await look(settings, image, arguments["question"])}
+    return {"success": True, **await analyse_image(settings, image, arguments["question"])}
 
 
 async def _key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:

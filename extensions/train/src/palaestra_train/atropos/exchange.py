@@ -131,7 +131,7 @@ class Exchange:
             case EnvDisconnected(env_id=env_id):
                 self.envs[env_id].connected = False
             case GroupReceived():
-                self._receive(event)
+                self._add_group(event)
             case BatchTaken(serials=serials):
                 self._take(set(serials))
             case DataReset():
@@ -145,7 +145,7 @@ class Exchange:
             waiting[:] = [each for each in waiting if each.serial not in serials]
         self.step += 1
 
-    def _receive(self, event: GroupReceived) -> None:
+    def _add_group(self, event: GroupReceived) -> None:
         waiting = WaitingGroup(self._received, event.env_id, event.sequences, bytes(event.group))
         self._received += 1
         self.bytes_waiting += len(waiting.body)

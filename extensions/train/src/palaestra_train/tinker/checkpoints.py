@@ -128,7 +128,7 @@ class CheckpointFolder:
                 )
                 with replaced(file) as out:
                     out.write(msgspec.json.format(msgspec.json.encode(checkpoint)) + b"\n")
-                _sync(file.parent)
+                _fsync_path(file.parent)
             except BaseException:
                 shutil.rmtree(data, ignore_errors=True)
                 raise
@@ -180,7 +180,7 @@ class CheckpointFolder:
         file = self._file(CheckpointPath.read(path))
         with writing(file):
             file.unlink()
-            _sync(file.parent)
+            _fsync_path(file.parent)
         shutil.rmtree(file.parent / found.folder, ignore_errors=True)
 
     def set_expiry(self, path: str, ttl_s: float | None) -> None:
@@ -252,8 +252,8 @@ def _write_tensors(folder: Path, model: TrainedModel, optimizer: bool) -> int:
     size = 0
     for file in folder.iterdir():
         size += file.stat().st_size
-        _sync(file)
-    _sync(folder)
+        _fsync_path(file)
+    _fsync_path(folder)
     return size
 
 
@@ -291,7 +291,7 @@ def _expiry(ttl_s: float | None) -> float | None:
     return None if ttl_s is None else time.time() + ttl_s
 
 
-def _sync(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

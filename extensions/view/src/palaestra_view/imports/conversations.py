@@ -180,12 +180,12 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
             turns=turns,
             tool_calls_attempted=sum(len(turn.tools) for turn in turns),
         ),
-        tools=_tools(line.get("tools")),
+        tools=_tool_schemas(line.get("tools")),
         said=annotations_of(line.get("annotations")),
     )
 
 
-def _tools(value: JSON) -> list[dict[str, JSON]]:
+def _tool_schemas(value: JSON) -> list[dict[str, JSON]]:
     """Return the schemas of tools, which some data sets hold as JSON text."""
     if isinstance(value, str):
         try:

@@ -219,7 +219,7 @@ def _imported(data: bytes, headline: str) -> Imported:
             labels=labels_of(ours.get("labels")),
             blame=blame_of(ours.get("blame")),
             error=text_of(ours.get("error")) if ours else text_of(error.get("message")) or _reason(sample),
-            metrics=numbers_of(ours.get("metrics")) if ours else _metrics(scores),
+            metrics=numbers_of(ours.get("metrics")) if ours else _score_numbers(scores),
             detail=dict(mapping_of(ours.get("detail"))) if ours else _detail(sample, scores),
             prompt_tokens=sum(
                 count_of(each.get(name))
@@ -277,7 +277,7 @@ def _value(value: JSON) -> float | None:
     return finite(value)
 
 
-def _metrics(scores: Mapping[str, Mapping[str, JSON]]) -> dict[str, float]:
+def _score_numbers(scores: Mapping[str, Mapping[str, JSON]]) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for name, score in scores.items():
         value = score.get("value")

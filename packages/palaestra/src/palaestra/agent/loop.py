@@ -206,7 +206,7 @@ class AgentLoop:
         asked_s = self.clock.monotonic()
         request = self._request(result)
         reply = read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
-        turn = self._record(result, reply, self.clock.monotonic() - asked_s)
+        turn = self._record_turn(result, reply, self.clock.monotonic() - asked_s)
         place = len(result.messages)
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
         natural = not reply.calls and not reply.cut_off
@@ -253,7 +253,7 @@ class AgentLoop:
             request["extra_body"] = self.settings.extra_body
         return request
 
-    def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
+    def _record_turn(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
         result.turns_used += 1
         names = tuple(call.name for call in reply.calls)
         used = reply.prompt_tokens, reply.completion_tokens

@@ -238,12 +238,12 @@ def _lines(name: str, status: RunStatus, now: float) -> list[str]:
     if status.stages:
         times = (f"{name} {duration(each.p50_s)}/{duration(each.p95_s)}" for name, each in status.stages.items())
         lines.append(f"stages     {', '.join(times)} (median/95 %)")
-    lines.append(f"tokens     {_tokens(status)}")
+    lines.append(f"tokens     {_token_usage(status)}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines
 
 
-def _tokens(status: RunStatus) -> str:
+def _token_usage(status: RunStatus) -> str:
     if status.tokens_unknown:
         return "unknown, and so is the cost: the model server reports no usage"
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"

@@ -58,7 +58,7 @@ def command() -> None:
 @_store
 @_as_json
 def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> None:
-    found = asyncio.run(_found(directory, store))
+    found = asyncio.run(_inventory(directory, store))
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -134,11 +134,11 @@ def _show_swept(found: dict[str, list[str]], *, err: bool = False) -> None:
         click.echo(printable(f"{what}: {', '.join(names) if names else 'nothing to remove'}"), err=err)
 
 
-async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
+async def _inventory(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
     from palaestra_slots.sandbox.local import running_servers
     from palaestra_slots.sandbox.service import service_client
 
-    running = [await service_client.look(path) for path in _sockets(directory)]
+    running = [await service_client.service_state(path) for path in _sockets(directory)]
     workspaces = _open(store)
     entries = [] if workspaces is None else workspaces.entries()
     now = time.time()
@@ -171,7 +171,7 @@ async def _clean(
     for path in _sockets(directory) if services else ():
         # A service is ended only if it answers and nobody is attached, because its slots may belong to a running
         # program.
-        seen = await service_client.look(path)
+        seen = await service_client.service_state(path)
         if seen is not None and not seen.attached:
             if not only_list:
                 await service_client.end(path)

@@ -103,7 +103,7 @@ def _read_lines(path: Path) -> Iterator[Row | str]:
             for number, line in enumerate(lines):
                 if line.strip():
                     # Programs on Windows begin a file with a byte order mark, which `json` rejects.
-                    row = _object(line if number else line.removeprefix(codecs.BOM_UTF8))
+                    row = _parsed_row(line if number else line.removeprefix(codecs.BOM_UTF8))
                     if number == 0 and isinstance(row, str) and path.suffix.lower() not in SUFFIXES:
                         raise ConfigError(f"{path} is not JSONL ({row}); use a {', '.join(SUFFIXES)} file")
                     yield row
@@ -111,7 +111,7 @@ def _read_lines(path: Path) -> Iterator[Row | str]:
         raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
 
 
-def _object(line: bytes) -> Row | str:
+def _parsed_row(line: bytes) -> Row | str:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as problem:

@@ -149,7 +149,7 @@ class GroupRun:
         ended = GroupEnded(at=time.time(), group_id=group.group_id, number=group.number)
         ended.error, ended.blame = group.error, group.blame
         # Nothing waits for the ends of the slots and of the workspace: the next group begins meanwhile.
-        self._preparation.share()
+        self._preparation.leave_workspace()
         run.workspaces.finish_later(self._give_back())
         run.events.emit(ended)
         await run.events.journal.commit()
@@ -458,14 +458,14 @@ class Preparation:
             except (InfraError, TaskError) as error:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self._task.id, error)
 
-    def share(self) -> None:
+    def leave_workspace(self) -> None:
         """Leave the workspace to the groups that share it, if any do."""
         if self.snapshot is not None and self._shared is not None:
             self._shared[self._task.id], self.snapshot = self.snapshot, None
 
     async def aclose(self) -> None:
         """Leave the workspace to the groups that share it, or drop it."""
-        self.share()
+        self.leave_workspace()
         if self.snapshot is not None:
             await self._run.workspaces.pool.snapshots.forget(self.snapshot)
 

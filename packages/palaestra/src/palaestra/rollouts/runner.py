@@ -205,11 +205,11 @@ class Runner:
         """Return the next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
         if self.gate is not None and not await self.gate():
             return None
-        while (taken := await self._next()) is not None and self._is_finished(*taken):
+        while (taken := await self._next_task()) is not None and self._is_finished(*taken):
             pass
         return taken
 
-    async def _next(self) -> Numbered | None:
+    async def _next_task(self) -> Numbered | None:
         try:
             return await anext(self._tasks, None)
         except PalaestraError as error:  # no more tasks follow; the groups in flight finish

@@ -216,7 +216,7 @@ class TurnLog:
         self.take_inner_calls(taken.turn.number)
         if taken.known and turn is not None:
             return self._check_resumed(taken)
-        self._finish(taken)
+        self._finish_turn(taken)
         return None
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
@@ -231,9 +231,9 @@ class TurnLog:
         # each resume.
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
-        self._finish(taken)
+        self._finish_turn(taken)
 
-    def _finish(self, taken: TakenTurn) -> None:
+    def _finish_turn(self, taken: TakenTurn) -> None:
         if taken.turn.number:
             self._workspace.begin()
         self._write(taken)

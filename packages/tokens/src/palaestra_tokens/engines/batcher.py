@@ -141,11 +141,11 @@ class Batcher:
         try:
             decoder = self._make()
         except BaseException as error:  # whoever waits for `ready` gets every kind of error
-            _fail(self.ready, error)
+            _set_exception(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return
         _answer(self.ready, None)
-        while self._receive(decoder):
+        while self._take_messages(decoder):
             try:
                 self._admit(decoder)
                 if self._rows:
@@ -154,7 +154,7 @@ class Batcher:
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
-    def _receive(self, decoder: TorchDecoder) -> bool:
+    def _take_messages(self, decoder: TorchDecoder) -> bool:
         """Take all messages from the queue; wait only if there is no other work. Returns False once the thread must
         end."""
         idle = not self._rows and not self._waiting
@@ -205,7 +205,7 @@ class Batcher:
         try:
             message.load(decoder)
         except Exception as error:
-            _fail(message.answer, error)
+            _set_exception(message.answer, error)
             return
         self.version = message.version
         _answer(message.answer, None)
@@ -213,7 +213,7 @@ class Batcher:
     def _fail_rows(self, decoder: TorchDecoder, error: Exception) -> None:
         rows, self._rows = self._rows, []
         for request in rows:
-            _fail(request.answer, error)
+            _set_exception(request.answer, error)
         # A step that failed may have consumed the last tokens already
         # (`TorchDecoder._advance`), so no row can continue.
         decoder.keep([])
@@ -227,7 +227,7 @@ class Batcher:
             messages.append(self._inbox.get())
         for message in messages:
             if not isinstance(message, _End):
-                _fail(message.answer, error)
+                _set_exception(message.answer, error)
 
 
 def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
@@ -235,6 +235,6 @@ def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> No
         future.set_result(value)  # type: ignore[arg-type]
 
 
-def _fail(future: Future[Sampled] | Future[None], error: BaseException) -> None:
+def _set_exception(future: Future[Sampled] | Future[None], error: BaseException) -> None:
     with suppress(InvalidStateError):
         future.set_exception(error)

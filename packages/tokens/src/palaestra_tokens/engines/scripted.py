@@ -376,7 +376,7 @@ class ScriptedSession(ChatServer):
             # like failed work.
             self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
-        message, finish_reason = _said(act, turn)
+        message, finish_reason = _scripted_reply(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([msgspec.to_builtins(message)])
         if isinstance(act, RecordedReply):
             # A replay has the cost of the recorded run, not of its scripted stand-in.
@@ -430,7 +430,7 @@ def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
     )
 
 
-def _said(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[AssistantMessage, str]:
+def _scripted_reply(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[AssistantMessage, str]:
     if isinstance(act, RecordedReply):
         return act.message, act.finish_reason or ("tool_calls" if act.message.tool_calls else "stop")
     if isinstance(act, str):

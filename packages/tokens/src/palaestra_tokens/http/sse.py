@@ -153,7 +153,7 @@ class _Call:
     extra: dict[str, JSON] = field(default_factory=dict)
 
     def take(self, call: dict[str, JSON]) -> None:
-        name, piece = _said(call)
+        name, piece = _call_delta(call)
         self.id = self.id or _text(call.get("id"))
         _merge(self.extra, extra_of_call(call))
         self.name = name if name.startswith(self.name) else self.name + name
@@ -170,11 +170,11 @@ class _Call:
         # Only a piece that ends with a brace can complete an object. Parsing
         # after each piece would take quadratic time.
         last = next((piece for piece in reversed(self.arguments) if piece.strip()), "")
-        return _object("".join(self.arguments)) if last.rstrip().endswith("}") else None
+        return _json_object("".join(self.arguments)) if last.rstrip().endswith("}") else None
 
     def is_another(self, call: dict[str, JSON]) -> bool:
         """Return whether a delta with this call's index, or without an index, begins another call."""
-        (name, piece), id_ = _said(call), _text(call.get("id"))
+        (name, piece), id_ = _call_delta(call), _text(call.get("id"))
         if not name:
             # Nothing of the same call can follow a whole object, except the object again.
             return bool(self.whole) and piece.lstrip().startswith("{") and not self._repeats(piece)
@@ -185,7 +185,7 @@ class _Call:
         return self.whole is not None and not same_id and (other_id or name != self.name or not self._repeats(piece))
 
     def _repeats(self, piece: str) -> bool:
-        return bool(self.whole) and _object(piece) == self.whole
+        return bool(self.whole) and _json_object(piece) == self.whole
 
     def as_message(self) -> dict[str, JSON]:
         function = {**self.extra.get("function", {}), "name": self.name, "arguments": "".join(self.arguments)}
@@ -243,7 +243,7 @@ class _ChoiceParts:
         if latest is None or latest.is_another(call):
             key = key if isinstance(call.get("index"), int) else id_ or f"call {len(self.calls)}"
             # Some servers send the name of parallel calls only once.
-            latest = _Call(name="" if latest is None or _said(call)[0] else latest.name)
+            latest = _Call(name="" if latest is None or _call_delta(call)[0] else latest.name)
             # A dict keeps the place of a key whose value is replaced, but the last key must be that of the last call.
             self.latest.pop(key, None)
             self.latest[key] = latest
@@ -314,7 +314,7 @@ def _as_list(value: JSON) -> list[JSON]:
     return value if isinstance(value, list) else []
 
 
-def _said(call: dict[str, JSON]) -> tuple[str, str]:
+def _call_delta(call: dict[str, JSON]) -> tuple[str, str]:
     """Return the name and the piece of the arguments in a delta of a call."""
     function = _as_object(call.get("function"))
     arguments = function.get("arguments")
@@ -322,7 +322,7 @@ def _said(call: dict[str, JSON]) -> tuple[str, str]:
     return _text(function.get("name")), text
 
 
-def _object(arguments: str) -> dict[str, JSON] | None:
+def _json_object(arguments: str) -> dict[str, JSON] | None:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

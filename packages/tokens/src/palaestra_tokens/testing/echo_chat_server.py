@@ -98,7 +98,7 @@ class EchoChatServer:
         length = 1 + len(str(message)) // 4
         room = reply_tokens or length if self.window is None else min(reply_tokens or length, self.window - tokens)
         if length > room:
-            message, length, finish = _cut(message, 4 * room), room, "length"
+            message, length, finish = _truncated_message(message, 4 * room), room, "length"
         usage = {"prompt_tokens": tokens, "completion_tokens": length, "total_tokens": tokens + length}
         if not body.get("stream"):
             choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
@@ -106,10 +106,10 @@ class EchoChatServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionResetError):  # the client disconnected
-            await self._stream(response, message, finish, usage)
+            await self._stream_reply(response, message, finish, usage)
         return response
 
-    async def _stream(
+    async def _stream_reply(
         self, response: web.StreamResponse, message: Mapping[str, JSON], finish: str, usage: JSON
     ) -> None:
         for number, delta in enumerate(_pieces(message)):
@@ -177,7 +177,7 @@ def _too_long(window: int, tokens: int, reply_tokens: int, words: str) -> dict[s
     return {"error": error}
 
 
-def _cut(message: Mapping[str, JSON], chars: int) -> dict[str, JSON]:
+def _truncated_message(message: Mapping[str, JSON], chars: int) -> dict[str, JSON]:
     """Return the beginning of a reply. A tool call that is not complete is lost."""
     return {name: message[name][:chars] for name in ("reasoning_content", "content") if message.get(name)}
 

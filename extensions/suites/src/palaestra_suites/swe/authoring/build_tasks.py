@@ -277,7 +277,7 @@ async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfi
     text = dump_manifest(load_manifest()) + "\n".join(sorted(ids)) + inspect.getsource(problem_statement)
     name = f"built-in-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    async def fill(fresh: Path) -> None:
+    async def build_into(fresh: Path) -> None:
         logger.warning("building %d tasks from real packages, which the first build downloads", len(ids))
         options = BuildOptions(out=fresh / TASKS_FILE, cache=cache, select=tuple(ids), parallel=os.cpu_count() or 1)
         async with make_pool(config) as pool:
@@ -285,7 +285,7 @@ async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfi
         if report.problems:
             raise ConfigError("not every built-in task could be built:\n" + "\n".join(report.problems))
 
-    return await build_once(cache / "tasks" / name, fill, timeout_s=_BUILTIN_TIMEOUT_S) / TASKS_FILE
+    return await build_once(cache / "tasks" / name, build_into, timeout_s=_BUILTIN_TIMEOUT_S) / TASKS_FILE
 
 
 @dataclass(frozen=True, slots=True)

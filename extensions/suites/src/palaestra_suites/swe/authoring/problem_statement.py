@@ -84,13 +84,13 @@ def _extent(failing: int, shown: int) -> str:
 
 def _example(node_id: str, failure: FailedTest, sources: Mapping[str, str]) -> _Example | None:
     """Return a title and a paragraph with closed code for one failure; None if there is no such code."""
-    module = _parse(sources.get(failure.path, ""))
+    module = _parsed_source(sources.get(failure.path, ""))
     located = _statement_at(module, failure.line)
     if located is None:
         return None
     function, statement = located
     path, *names = node_id.split("::")
-    own = module if path == failure.path else _parse(sources.get(path, ""))
+    own = module if path == failure.path else _parsed_source(sources.get(path, ""))
     further = [] if own is module else own.body  # an inherited test
     scope = _Scope(function, [*further, *module.body], _attributes(own, names[:-1]), failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
@@ -114,7 +114,7 @@ def _attributes(module: ast.Module, names: Sequence[str]) -> dict[str, ast.expr]
     return {each.targets[0].id: each.value for each in assigned if isinstance(each.targets[0], ast.Name)}
 
 
-def _parse(source: str) -> ast.Module:
+def _parsed_source(source: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Python versions warn about escapes in older test files
         return ast.parse(source.removeprefix("\ufeff"))

@@ -196,7 +196,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
         """Parse `argv` (without the program's name), with the process's variables and those of a `.env` file, which
         rank lower. The settings of a `recorded` run rank between variables and flags. Raises `ConfigError`."""
-        command, flags = self._split(argv)
+        command, flags = self._split_words(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             named = [word for written, words in flags if written == "--help-all" for word in words]
             if named:
@@ -218,7 +218,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def check_flags(self, argv: Sequence[str]) -> None:
         """Raise `ConfigError` for an unknown flag in `argv`, unless `argv` requests help. This check does not need the
         environment's own values."""
-        flags = [written for written, _ in self._split(argv)[1]]
+        flags = [written for written, _ in self._split_words(argv)[1]]
         if {"--help", "-h", "--help-all"}.isdisjoint(flags):
             for written in flags:
                 if written not in _OWN:
@@ -288,7 +288,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
         return env, servers, replaced
 
-    def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
+    def _split_words(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
         """Split the words into the command and the flags, each as written with the words that follow it."""
         rest = list(argv)
         command = self.command
@@ -483,7 +483,7 @@ class _Given:
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
-        target[key] = _joined(target.get(key), value, annotation)
+        target[key] = _merged_values(target.get(key), value, annotation)
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
 
 
@@ -669,7 +669,7 @@ def setting_of(flag: str) -> str:
     return f"{group}.{name.partition('.')[0].replace('-', '_')}" if name else flag
 
 
-def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
+def _merged_values(old: JSON, new: JSON, annotation: Annotation) -> JSON:
     """Join lists and mappings of repeated flags; for other types, the last value wins."""
     if takes_sequence(annotation) and isinstance(old, list) and isinstance(new, list):
         return old + new

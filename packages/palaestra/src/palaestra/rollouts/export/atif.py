@@ -217,7 +217,7 @@ class _Steps:
         self.steps: list[AtifStep] = []
         self.remarks: set[str] = set()
         self._turns = dict(enumerate(trajectory.turns, 1))
-        self._sampled = _sampled(trajectory)
+        self._sampled = _sampled_turns(trajectory)
         if len(self._sampled) < len(trajectory.turns) and trajectory.ledger is not None:
             self.remarks.add("without the token ids of some turns")
 
@@ -319,7 +319,7 @@ def _image(part: JSON) -> AtifSource | None:
     return AtifSource(media_type=named, path=url) if named in IMAGE_TYPES else None
 
 
-def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
+def _sampled_turns(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
     """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that contain them. Segments of
     sub-agents are ignored; if the other segments have more or fewer model calls than the agent has turns, the result is
     empty. Turns without sampled ids, or with a log-probability that is not finite, are left out."""

@@ -72,7 +72,7 @@ def alternating(
         turns.take(message)
     turns.end()
     if tools and not turns.in_text:
-        turns.system.append(_TOOLS_TEXT.format(tools=_body(list(tools))))
+        turns.system.append(_TOOLS_TEXT.format(tools=_tag_content(list(tools))))
     opening = [{"from": "system", "value": "\n\n".join(turns.system)}] if turns.system else []
     return [*opening, *turns.turns], turns.remarks
 
@@ -183,10 +183,10 @@ def _returned(result: ChatMessage, names: Mapping[str, str]) -> str:
 
 
 def _tagged(tag: str, value: JSON) -> str:
-    return f"<{tag}>\n{_body(value)}\n</{tag}>"
+    return f"<{tag}>\n{_tag_content(value)}\n</{tag}>"
 
 
-def _body(value: JSON) -> str:
+def _tag_content(value: JSON) -> str:
     """Return JSON for a tag's content. A closing tag inside it is escaped as JSON, so that no reader stops too
     early."""
     return _json(value).replace("</tool", "\\u003c/tool")

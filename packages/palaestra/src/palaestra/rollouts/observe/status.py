@@ -427,7 +427,7 @@ class RunReader:
         # f_bavail and not f_bfree, part of which only root may use.
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
-        self._count(status)
+        self._count_tokens(status)
         self._in_flight(status)
         self._place(status)
         return status
@@ -542,7 +542,7 @@ class RunReader:
         status.in_flight = {stage: count for stage, count in left.items() if count > 0}
         status.oldest = [each for each in status.oldest if each.name not in ended]
 
-    def _count(self, status: RunStatus) -> None:
+    def _count_tokens(self, status: RunStatus) -> None:
         usage, total = self.usage, self.usage.total()
         status.prompt_tokens, status.completion_tokens = total.prompt_tokens, total.completion_tokens
         status.cost = usage.cost(self._own_metrics())

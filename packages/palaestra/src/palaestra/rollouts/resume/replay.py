@@ -54,9 +54,10 @@ class Playback:
             self._read.add(group_id)
             group = self._recording.group(group_id)
             for each in group.trajectories if group else ():
-                self._said[each.rollout_id, 0] = _said(each.rollout_id, each)
+                self._said[each.rollout_id, 0] = _recorded_replies(each.rollout_id, each)
                 self._said |= {
-                    (each.rollout_id, sub.number): _said(each.rollout_id, sub) for sub in each.every_subagent()
+                    (each.rollout_id, sub.number): _recorded_replies(each.rollout_id, sub)
+                    for sub in each.every_subagent()
                 }
         return self._said.get((rollout_id, branch), [])
 
@@ -83,7 +84,7 @@ class PlayedBack(NoopPolicy):
         return self._playback.is_over(context, messages)
 
 
-def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
+def _recorded_replies(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
     replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
         return recorded_turns([assistant_message(reply) for reply in replies], conversation.turns)

@@ -144,7 +144,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         code, error = -1, f"The program was ended: its call channel received {problem}."
     finally:
         await _clean_up(slot, folder, process)
-    output, kept = _output(channel)
+    output, kept = _program_output(channel)
     output, more = await bounded(slot, output, kept)
     return {"output": output, "exit_code": code, "error": error, "tool_calls_made": calls.made, **more}
 
@@ -173,7 +173,7 @@ async def _own_end(process: Process) -> int:
     return -1 if status.exit_code is None else status.exit_code
 
 
-def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
+def _program_output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
     """Return the output, and a mapping with its full size if a part was dropped."""
     if channel is None:
         return "", None

@@ -268,7 +268,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     # the beginning is shown.
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
         quick = replace(query, timeout_s=min(query.timeout_s, _MAX_PLACES_S))
-        result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
+        result = await _run_search(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
         for path, text in _records(result.output):
             found = _NUMBERED.match(text)
             match = lines.get(_shown(path), {}).get(int(found[1])) if found is not None else None
@@ -279,15 +279,15 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return files and symlinks below `root`, sorted, except those in `.git`."""
-    return await _found(slot, root, ["(", "-type", "f", "-o", "-type", "l", ")"], timeout_s)
+    return await _list_paths(slot, root, ["(", "-type", "f", "-o", "-type", "l", ")"], timeout_s)
 
 
 async def list_folders(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return the directories below `root`, sorted, except `.git` and those in it."""
-    return [each for each in await _found(slot, root, ["-type", "d"], timeout_s) if each != _shown(_safe(root))]
+    return [each for each in await _list_paths(slot, root, ["-type", "d"], timeout_s) if each != _shown(_safe(root))]
 
 
-async def _found(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
+async def _list_paths(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", *kinds, "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)
@@ -344,12 +344,12 @@ def _regexp(engine: str | None, query: SearchQuery) -> list[str]:
 
 
 async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
-    result = await _execute(slot, argv, query)
+    result = await _run_search(slot, argv, query)
     _check(result)
     return result
 
 
-async def _execute(
+async def _run_search(
     slot: Slot, argv: list[str], query: SearchQuery, most_bytes: int = MAX_LISTING_BYTES
 ) -> ExecutionResult:
     # In a UTF-8 locale, grep takes files with other bytes as binary.

@@ -233,7 +233,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
     found = _places(lines, at, hunk)
     if hunk.anchors:
         # the anchor's line may itself be the first line of the change
-        nexts = {_first(found, start - 1) for start in below}
+        nexts = {_first_from(found, start - 1) for start in below}
         found = sorted(place for place in nexts if place is not None)
     if not found:
         raise PatchError(_not_found(lines, hunk))
@@ -261,14 +261,14 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
         if starts is None:
             nexts: set[int | None] = set(found)
         else:
-            nexts = {_first(found, start) for start in starts}
+            nexts = {_first_from(found, start) for start in starts}
         starts = sorted(place + 1 for place in nexts if place is not None)
         if not starts:
             raise PatchError(f"the @@ line {anchor!r} is not in the file below the previous change or @@ line")
     return [at] if starts is None else starts
 
 
-def _first(found: Sequence[int], start: int) -> int | None:
+def _first_from(found: Sequence[int], start: int) -> int | None:
     """Return the first of these sorted indices that is not less than `start`, or None."""
     index = bisect_left(found, start)
     return found[index] if index < len(found) else None

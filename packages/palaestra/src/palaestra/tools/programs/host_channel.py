@@ -155,11 +155,11 @@ class ProgramChannel:
                 raise BrokenChannel(f"{piece.lost} bytes that were not requested")
             cursor = piece.end
             buffer += piece.data
-            while (frame := _first(buffer)) is not None:
+            while (frame := _take_frame(buffer)) is not None:
                 yield frame
 
 
-def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
+def _take_frame(buffer: bytearray) -> tuple[bytes, bytes] | None:
     """Remove the first frame from the buffer and return it. Returns None while the frame is incomplete."""
     line, newline, _ = buffer[:_HEADER_BYTES].partition(b"\n")
     if not newline:

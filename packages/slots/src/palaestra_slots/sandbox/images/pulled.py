@@ -126,12 +126,12 @@ class PulledImages:
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         record = {"schema": SCHEMA, "version": VERSION, "name": str(name), "digest": f"sha256:{value}", "bytes": total}
-        _write(self._record(name), record)
+        _write(self._record_file(name), record)
         return PulledImage(str(name), f"sha256:{value}", str(layout), total)
 
     def find(self, name: ImageName) -> PulledImage | None:
         """Return a pulled image, or None. Raises `ImageError` if its record was written by a newer version."""
-        return self._read(self._record(name))
+        return self._read(self._record_file(name))
 
     def images(self) -> list[PulledImage]:
         """Return all pulled images, by name."""
@@ -151,7 +151,7 @@ class PulledImages:
                 if self.find(name) is None:
                     raise ImageError(f"{name} was not pulled; `palaestra images list` lists what was")
             for name in names:
-                self._record(name).unlink()
+                self._record_file(name).unlink()
             kept = {image.digest.removeprefix("sha256:") for image in self.images()}
             needed = set().union(*(self._needed(value) for value in kept), kept)
             freed = 0
@@ -193,7 +193,7 @@ class PulledImages:
     def _layout(self, value: str) -> Path:
         return self.folder / "images" / value
 
-    def _record(self, name: ImageName) -> Path:
+    def _record_file(self, name: ImageName) -> Path:
         return self.folder / "names" / f"{hashlib.sha256(str(name).encode()).hexdigest()}.json"
 
 

@@ -245,7 +245,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
 
 def _saved_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("manifest.json") as file:
-        images = _parse(file)
+        images = _bounded_json(file)
     if len(images) != 1:
         raise ImageError(f"{path} contains {len(images)} images; save only one image to a file")
     return dict(images[0])
@@ -319,7 +319,7 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     return fitting[0] if fitting else entries[0]
 
 
-def _parse(file: IO[bytes]) -> JSON:
+def _bounded_json(file: IO[bytes]) -> JSON:
     try:
         return json.loads(file.read(_MAX_JSON_BYTES))
     except RecursionError:
@@ -327,7 +327,7 @@ def _parse(file: IO[bytes]) -> JSON:
 
 
 def _load(file: IO[bytes]) -> dict[str, JSON]:
-    loaded = _parse(file)
+    loaded = _bounded_json(file)
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
     return loaded
@@ -411,7 +411,7 @@ class Unpacking:
         for member in layer.entries():
             if self._stop.is_set():
                 raise ImageError(f"{self._image}: unpacking was cancelled")
-            self._count()
+            self._count_entry()
             path = self._clean(member.name)
             if path:
                 try:
@@ -442,7 +442,7 @@ class Unpacking:
         self._leave_parent()
         os.close(self._root)
 
-    def _count(self) -> None:
+    def _count_entry(self) -> None:
         """Count an entry, or a directory that no entry names."""
         most = min(MAX_ENTRIES, self._max_bytes >> _BLOCK_BITS)
         self._entries += 1
@@ -558,7 +558,7 @@ class Unpacking:
             self._make(parent, name, 0o755)
         finally:
             os.close(parent)
-        self._count()
+        self._count_entry()
         return syscalls.openat2(self._root, folder, flags, _INSIDE)
 
     def _make(self, parent: int, name: str, mode: int) -> None:

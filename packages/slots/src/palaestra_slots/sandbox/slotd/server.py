@@ -242,7 +242,7 @@ class SlotServer:
 
     def _on_created(self, frame: Frame, slot: ServerSlot, exposed: str) -> None:
         try:
-            self._connect(slot, frame.fields)
+            self._connect_network(slot, frame.fields)
         except OSError as error:
             self._replies.fail(frame, CannotMake(f"cannot make a slot: its network cannot be set up: {error}"))
             slot.kill(then=lambda: self._clean(slot))
@@ -251,7 +251,7 @@ class SlotServer:
             self._hand_over(slot, self._handover)
         self._replies.send(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
 
-    def _connect(self, slot: ServerSlot, fields: Fields) -> None:
+    def _connect_network(self, slot: ServerSlot, fields: Fields) -> None:
         """Connect a new slot's own network: to hosts outside, and to the other slots of its group. Raises OSError."""
         allow, group = fields.get("allow"), fields.get("group")
         if allow is not None or (fields["network"] and slot.network is NetworkScope.OWN):
@@ -346,7 +346,7 @@ class SlotServer:
                 freezer.thaw(stopped)
         stopped_s = round(time.monotonic() - begun, 6)
         self._replies.send(
-            frame, {"layers": self._layers.register(layer), "copied_bytes": copied, "stopped_s": stopped_s}
+            frame, {"layers": self._layers.register_layer(layer), "copied_bytes": copied, "stopped_s": stopped_s}
         )
 
     # Layers

@@ -300,14 +300,14 @@ class ResponsesStream:
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
     def text(self, text: str) -> bytes:
-        begun = self._begin("message")
+        begun = self._begin_item("message")
         self._texts["message"] += text
         return begun + self._event(
             "response.output_text.delta", **self._place("msg"), content_index=0, delta=text, logprobs=[]
         )
 
     def reasoning(self, text: str) -> bytes:
-        begun = self._begin("reasoning")
+        begun = self._begin_item("reasoning")
         self._texts["reasoning"] += text
         return begun + self._event("response.reasoning_text.delta", **self._place("rs"), content_index=0, delta=text)
 
@@ -340,7 +340,7 @@ class ResponsesStream:
     def _place(self, prefix: str) -> dict[str, JSON]:
         return {"item_id": f"{prefix}_{self._id}", "output_index": len(self._items)}
 
-    def _begin(self, kind: str) -> bytes:
+    def _begin_item(self, kind: str) -> bytes:
         if self._open == kind:
             return b""
         closed, self._open = self._close(), kind

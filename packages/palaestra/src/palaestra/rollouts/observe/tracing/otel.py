@@ -119,7 +119,7 @@ class Spans:
         }
         links = [Link(self._run.get_span_context())] if self._run is not None else []
         # An empty context begins a trace. Without one, the span that is current would become the parent.
-        self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
+        self._begin_span(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
 
     def _on_group_ended(self, event: GroupEnded) -> None:
         self._close(event.group_id, event.error.partition(":")[0])
@@ -127,7 +127,7 @@ class Spans:
     def _on_rollout(self, event: RolloutBegun) -> None:
         self._close(event.rollout_id)
         parent = self._context(event.rollout_id.rpartition("/")[0])
-        self._begin(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
+        self._begin_span(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
 
     def _on_rollout_ended(self, event: RolloutEnded | AttemptDiscarded) -> None:
         trajectory = event.trajectory
@@ -146,9 +146,9 @@ class Spans:
             return
         if stage == "agent":
             agent = {OPERATION: "invoke_agent", "gen_ai.agent.name": self._env, CONVERSATION: name}
-            self._begin(name, stage, f"invoke_agent {self._env}", agent | self.model, self._context(name))
+            self._begin_span(name, stage, f"invoke_agent {self._env}", agent | self.model, self._context(name))
         else:
-            self._begin(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
+            self._begin_span(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
 
     def _leave(self, name: str, stage: str, error: str) -> None:
         spans = self._open.get(name, [])
@@ -165,7 +165,7 @@ class Spans:
         if spans := self._open.get(event.rollout_id):
             spans[0][1].add_event("gen_ai.evaluation.result", told)
 
-    def _begin(
+    def _begin_span(
         self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
     ) -> None:
         # a lone surrogate, which models sometimes write, would make the SDK lose the whole batch of spans

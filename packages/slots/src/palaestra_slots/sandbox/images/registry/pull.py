@@ -218,11 +218,11 @@ class _Download:
         limit_s = _MANIFEST_S + (self._blob.size - self._have) / _SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._receive(file)
+                await self._receive_blob(file)
         except TimeoutError:
             raise TransientFailure(PullError(f"{self._blob.digest} arrives too slowly")) from None
 
-    async def _receive(self, file: IO[bytes]) -> None:
+    async def _receive_blob(self, file: IO[bytes]) -> None:
         async with self._repository.blob(self._blob.digest, self._have) as (content, start):
             if start != self._have:
                 self._restart(file)

@@ -167,7 +167,7 @@ class DirectSlot(Requests):
         if command is not None and (self._stops or self._frozen) and self._serves(op, fields):
             await self._until_resumed()  # the slot may end meanwhile, so the next line asks again
         if command is not None and self._serves(op, fields):
-            pending = self._begin(on_data, on_hole)
+            pending = self._new_request(on_data, on_hole)
             try:
                 try:
                     command(received(FrameKind.REQUEST, pending.number, fields, data))

@@ -298,7 +298,7 @@ class BackgroundProcess:
 
     def _on_end(self, report: InitReport) -> None:
         for stream in self._outputs:
-            stream.drain()
+            stream.read_rest()
         # Set only after the drain, so that a reader who learns that the process has ended has all of its output.
         self._end, self.over, self._ended = report, True, time.monotonic()
         # A kill that is under way ends with the report KILLED, which comes after this one.
@@ -370,7 +370,7 @@ class _Output:
         if self._hold:
             self.watch()
 
-    def drain(self) -> None:
+    def read_rest(self) -> None:
         """Read what the process wrote before its end, which is in the pipe now."""
         taken = 0
         # The ended process cannot have left more than a pipe holds. What it has started may write without end, and must

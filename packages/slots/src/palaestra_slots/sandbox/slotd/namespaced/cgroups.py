@@ -108,7 +108,7 @@ class ServerCgroup:
             directory = f"{prefix}{hierarchy.parent}/{self._name}/{slot}"
             os.mkdir(directory)
             made.append(directory)
-            for name, value in _settings(hierarchy, limits):
+            for name, value in _limit_settings(hierarchy, limits):
                 with contextlib.suppress(FileNotFoundError):  # the limit on memory plus swap needs swap accounting
                     write_file(f"{directory}/{name}", value)
         return made
@@ -168,7 +168,7 @@ def remove(directories: list[str]) -> bool:
     return not kept
 
 
-def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
+def _limit_settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
     settings: list[tuple[str, str]] = []
     first = hierarchy.version == 1
     if "memory" in hierarchy.controllers and limits["memory_bytes"] is not None:

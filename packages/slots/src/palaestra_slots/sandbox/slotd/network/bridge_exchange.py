@@ -42,7 +42,7 @@ class BridgeExchange:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             door.setblocking(False)
-            door.bind(self._path(group))
+            door.bind(self._socket_path(group))
             door.listen()
         except OSError:
             door.close()
@@ -57,7 +57,7 @@ class BridgeExchange:
             self._loop.unwatch(door.fileno())
             door.close()
             with contextlib.suppress(OSError):
-                os.unlink(self._path(group))
+                os.unlink(self._socket_path(group))
 
     def ask(self, group: str) -> int | None:
         """Return a descriptor of the bridge that another server offers; None if no server does. Raises OSError."""
@@ -65,7 +65,7 @@ class BridgeExchange:
             return None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             try:
-                asking.connect(self._path(group))
+                asking.connect(self._socket_path(group))
             except FileNotFoundError:
                 return None
             except ConnectionRefusedError:  # a second network would keep the slots of the group apart
@@ -91,7 +91,7 @@ class BridgeExchange:
                 _answer(*offers[fd])
         raise TimeoutError(errno.ETIMEDOUT, "the slot server with the group's network does not answer")
 
-    def _path(self, group: str) -> str:
+    def _socket_path(self, group: str) -> str:
         return f"{self._folder}/{hashlib.sha256(group.encode()).hexdigest()[:32]}"
 
 

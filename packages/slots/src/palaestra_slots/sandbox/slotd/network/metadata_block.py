@@ -106,7 +106,9 @@ def _connections(version: int) -> _Code:
     # 24 is the offset of the port in `struct bpf_sock_addr`.
     code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
     for number, network in enumerate(_networks(version)):
-        code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
+        code += _refusal_code(
+            [_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}"
+        )
     return [*code, *_verdicts()]
 
 
@@ -125,7 +127,7 @@ def _packets() -> _Code:
         code += [_Jump("allow", 2, _network_order(_DNS_PORT, 2)), f"address{version}", *_read(offset, size)]
         words = [_instruction(_LOAD, 2, 10, -16 + 4 * word) for word in range(size // 4)]
         for number, network in enumerate(_networks(version)):
-            code += _compare(words, network, f"next{version}-{number}")
+            code += _refusal_code(words, network, f"next{version}-{number}")
         code.append(_Jump("allow"))
     return [*code, *_verdicts()]
 
@@ -134,7 +136,7 @@ def _networks(version: int) -> list[Range]:
     return [network for network in METADATA if network.version == version]
 
 
-def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
+def _refusal_code(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
     """Return code that refuses an address in a network. Each of `words` loads one word of the address into r2."""
     code: _Code = []
     address, mask = network.network_address.packed, network.netmask.packed

@@ -69,7 +69,7 @@ def is_own(address: Address) -> bool:
         return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
 
 
-def share(descriptors: int, tunnels: int) -> int:
+def connections_per_tunnel(descriptors: int, tunnels: int) -> int:
     """Return the maximum number of connections per tunnel, so that no tunnel uses up the other tunnels' descriptors. A
     connection takes two descriptors, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
@@ -347,7 +347,7 @@ class _Datagrams:
             self._socket.close()
             raise
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._receive)
+        self._loop.add_reader(self._socket, self._receive_datagrams)
         self.last = self._loop.time()
         self._timer = self._loop.call_later(_UDP_S, self._expire)
 
@@ -371,7 +371,7 @@ class _Datagrams:
         else:
             self._timer = self._loop.call_later(_UDP_S - idle, self._expire)
 
-    def _receive(self) -> None:
+    def _receive_datagrams(self) -> None:
         for _ in range(_BURST):
             try:
                 data = self._socket.recv(_PACKET)

@@ -75,13 +75,13 @@ def _configure(version: int) -> None:
     address, gateway, prefix = SLOT[version].packed, GATEWAY[version].packed, _PREFIX[version]
     with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as control:
         if version == 4:
-            fcntl.ioctl(control, _SIOCSIFADDR, struct.pack("16s16s8x", _NAME, _address(address)))
+            fcntl.ioctl(control, _SIOCSIFADDR, struct.pack("16s16s8x", _NAME, _sockaddr(address)))
             mask = ipaddress.ip_network(f"0.0.0.0/{prefix}").netmask.packed
-            fcntl.ioctl(control, _SIOCSIFNETMASK, struct.pack("16s16s8x", _NAME, _address(mask)))
+            fcntl.ioctl(control, _SIOCSIFNETMASK, struct.pack("16s16s8x", _NAME, _sockaddr(mask)))
             fcntl.ioctl(control, _SIOCSIFMTU, struct.pack("16si20x", _NAME, _MTU))
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", _NAME, _UP_WITHOUT_NEIGHBOURS))
-            anywhere, flags = _address(bytes(4)), _RTF_UP | _RTF_GATEWAY
-            fields = (0, anywhere, _address(gateway), anywhere, flags, 0, 0, 0, 0, 0, 0, 0, 0)
+            anywhere, flags = _sockaddr(bytes(4)), _RTF_UP | _RTF_GATEWAY
+            fields = (0, anywhere, _sockaddr(gateway), anywhere, flags, 0, 0, 0, 0, 0, 0, 0, 0)
             fcntl.ioctl(control, _SIOCADDRT, struct.pack("@L16s16s16sHhLPhPLLH6x", *fields))
         else:
             index = socket.if_nametoindex(_NAME.decode())
@@ -90,6 +90,6 @@ def _configure(version: int) -> None:
             fcntl.ioctl(control, _SIOCADDRT, struct.pack("@16s16s16sIHHILIi", *route))
 
 
-def _address(packed: bytes) -> bytes:
+def _sockaddr(packed: bytes) -> bytes:
     """Return a `struct sockaddr_in` without a port."""
     return struct.pack("=HH4s8x", socket.AF_INET, 0, packed)
