@@ -99,7 +99,7 @@ def audit_environment(plan: Plan, progress: Progress) -> Audit:
     """Audit an environment, and write the result after each task. Raises `ConfigError` if it cannot be loaded."""
     with exported(read_keys(Path.cwd())):
         earlier = _earlier(plan)
-        others = {} if plan.against is None else dict(_lines(plan.against))
+        others = {} if plan.against is None else dict(_jsonl_lines(plan.against))
         form, parsed = load_audited(plan.reference, plan.settings)
         return asyncio.run(_audit(form, parsed, plan, progress, earlier, others))
 
@@ -143,7 +143,7 @@ async def _audit(
         width = asyncio.Semaphore(plan.jobs)
         salt = _salt(form, parsed, plan)
 
-        async def one(position: int, task: Task) -> None:
+        async def audit_task(position: int, task: Task) -> None:
             async with width:
                 resolved, error = await _resolved(environment, task)
                 digest = _digest(resolved, salt)
@@ -166,7 +166,7 @@ async def _audit(
         try:
             async with asyncio.TaskGroup() as group:
                 for position, task in enumerate(tasks):
-                    group.create_task(one(position, task))
+                    group.create_task(audit_task(position, task))
         except ExceptionGroup as errors:  # a full disk, for example, is one error for the user
             for error in errors.exceptions:
                 if isinstance(error, PalaestraError):
@@ -391,7 +391,7 @@ def _text(task: Task) -> str:
     return "\n".join(str(each.get("content")) for each in task.messages())
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _jsonl_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each line of a JSONL file of tasks or rows. Raises `ConfigError`."""
     try:
         # Not `splitlines`, because JSON may have other line ends in its strings.

@@ -220,7 +220,7 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             code = await asyncio.shield(process.wait())
         if _largest_size(out, err) > MAX_OUTPUT_BYTES:
             return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
-        return _answer(code, _text(out), _text(err), str(event["tool_name"]))
+        return _hook_answer(code, _text(out), _text(err), str(event["tool_name"]))
 
 
 def _largest_size(*files: IO[bytes]) -> int:
@@ -232,9 +232,9 @@ def _text(file: IO[bytes]) -> str:
     return file.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
 
 
-def _answer(code: int, out: str, err: str, name: str) -> HookAnswer:
+def _hook_answer(code: int, out: str, err: str, name: str) -> HookAnswer:
     if code == 2:  # the code with which a hook refuses; all others are its own failures
-        return HookAnswer("deny", _short(err) or "no reason was given")
+        return HookAnswer("deny", _capped_text(err) or "no reason was given")
     if code != 0:
         said = f": {err[-500:]}" if err else ""
         return HookAnswer(problem=f"failed with exit code {code}{said}")
@@ -260,12 +260,12 @@ def _answer(code: int, out: str, err: str, name: str) -> HookAnswer:
         return HookAnswer(problem=f"printed an updatedInput that is not an object: {changed!r:.100}")
     return HookAnswer(
         decision,
-        _short(reason) or ("no reason was given" if decision == "deny" else ""),
+        _capped_text(reason) or ("no reason was given" if decision == "deny" else ""),
         None if changed is None else _arguments_from(name, changed),
-        _short(special.get("additionalContext") or ""),
-        _short(reply.get("systemMessage") or ""),
+        _capped_text(special.get("additionalContext") or ""),
+        _capped_text(reply.get("systemMessage") or ""),
     )
 
 
-def _short(text: object) -> str:
+def _capped_text(text: object) -> str:
     return str(text)[:MAX_TEXT_CHARS].strip()

@@ -419,7 +419,7 @@ class WorkFolder:
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""
         target = self.root / change.path
-        if not self._inside(target):
+        if not self._is_writable(target):
             return BEHIND_A_LINK
         if change.link and not self._leads_inside(change.path, os.fsdecode(change.after or b"")):
             return LEADS_OUT
@@ -437,7 +437,7 @@ class WorkFolder:
             last = self._written.pop()
             now, here = self._read(last.path)
             change = FolderChange(last.path, "restored", now, last.before, last.mode, mode_before=here)
-            problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
+            problem = NOT_KEPT if last.lost else "" if self._is_writable(self.root / last.path) else CHANGED_HERE
             if _state(last.path, now, here) != last.after:
                 problem = CHANGED_HERE
             if not problem and last.path not in left:
@@ -539,7 +539,7 @@ class WorkFolder:
         is None if there is neither."""
         target = self.root / path
         try:
-            mode = target.lstat().st_mode if self._inside(target) else 0
+            mode = target.lstat().st_mode if self._is_writable(target) else 0
             if stat.S_ISLNK(mode):
                 return os.fsencode(os.readlink(target)), mode
             return (target.read_bytes(), mode) if stat.S_ISREG(mode) else (None, 0)
@@ -571,7 +571,7 @@ class WorkFolder:
         keys = {(folder / DOTENV).resolve() for folder in (self.root, real.parent)}
         return GIVES_KEYS if target.name.lower() == DOTENV or target.resolve() in keys else ""
 
-    def _inside(self, target: Path) -> bool:
+    def _is_writable(self, target: Path) -> bool:
         """Return whether a file may be written at `target`: no symlink leads to it, and it is not itself a
         directory."""
         return target.parent.resolve() == target.parent and not _is_folder(target)

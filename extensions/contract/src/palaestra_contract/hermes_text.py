@@ -140,7 +140,7 @@ class HermesText(ChatServer):
         text."""
         calls = _calls_of(message)
         content = str(message.get("content") or "")
-        sampled = self._sampled.get(_key(turn, content, calls))
+        sampled = self._sampled.get(_reply_key(turn, content, calls))
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
@@ -158,7 +158,7 @@ class HermesText(ChatServer):
                 for index, call in found
             )
         # With the turn, because two turns may sample different texts that are parsed into the same message.
-        self._sampled[_key(turn, content, calls)] = sampled
+        self._sampled[_reply_key(turn, content, calls)] = sampled
         return AssistantMessage(
             content=content,
             reasoning_content=reasoning,
@@ -237,5 +237,5 @@ def _calls_of(message: Message) -> tuple[RequestedCall, ...]:
     )
 
 
-def _key(turn: int, content: str, calls: Sequence[RequestedCall]) -> _Said:
+def _reply_key(turn: int, content: str, calls: Sequence[RequestedCall]) -> _Said:
     return turn, content, tuple((call.id, call.name, call.arguments) for call in calls)

@@ -34,7 +34,7 @@ async def certificate(folder: Path, domain: str) -> tuple[Path, Path]:
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        await _make(Path(temporary), domain)
+        await _make_certificate(Path(temporary), domain)
         made = Path(temporary)
         key_and_chain = (made / "server.key").read_text() + (made / "server.crt").read_text()
         authority = (made / "ca.crt").read_text()
@@ -54,7 +54,7 @@ def context(chain: Path) -> ssl.SSLContext:
     return found
 
 
-async def _make(folder: Path, domain: str) -> None:
+async def _make_certificate(folder: Path, domain: str) -> None:
     host = domain.partition(":")[0]
     extensions = folder / "extensions"
     extensions.write_text(

@@ -75,7 +75,7 @@ class E2BServer:
             return error_body(ApiError(500, "the server failed to answer; its log has the reason"))
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
-        inside = _inside(request)
+        inside = _sandbox_and_port(request)
         if inside is not None:
             sandbox_id, port = inside
             return await (self._envd.handle(request, sandbox_id) if port == ENVD_PORT
@@ -115,7 +115,7 @@ class E2BServer:
             raise api_error(error, sandbox_id) from None
 
 
-def _inside(request: web.Request) -> tuple[str, int] | None:
+def _sandbox_and_port(request: web.Request) -> tuple[str, int] | None:
     """Return the sandbox and the port that a request goes to; None for the control API. Raises `ApiError`."""
     named = request.headers.get("E2b-Sandbox-Id")
     if named is not None:

@@ -220,7 +220,7 @@ class _LoadedTask:
             self._check_solvers(sample)
 
     def _check_solvers(self, sample: Sample) -> None:
-        first, second = (_wait(self._open(sample)) for _ in range(2))
+        first, second = (_run_in_thread(self._open_sample(sample)) for _ in range(2))
         if first.opening != second.opening:
             raise ConfigError(
                 f"the solvers of {self.task.name} make another prompt each time, such as shuffled choices"
@@ -235,7 +235,7 @@ class _LoadedTask:
             yield self._carried(sample if sample.id is not None else sample.model_copy(update={"id": number}))
 
     def _carried(self, sample: Sample) -> Task:
-        opened = _wait(self._open(sample))
+        opened = _run_in_thread(self._open_sample(sample))
         tools = sorted(self._tool_names(opened.state))
         if unknown := [name for name in tools if name not in _TOOLSETS]:
             raise ConfigError(f"the tool {unknown[0]} of {self.task.name} cannot be carried over; Palaestra has "
@@ -288,7 +288,7 @@ class _LoadedTask:
                 detail[_name(scorer)] = {"answer": score.answer, "explanation": score.explanation}
         return Score(sum(values.values()) / len(values), metrics=values, detail=detail)
 
-    async def _open(self, sample: Sample) -> _Model:
+    async def _open_sample(self, sample: Sample) -> _Model:
         model = _Model()
         try:
             await self._run(sample, model)
@@ -482,7 +482,7 @@ def _file(name: str, source: str, folder: Path, sample: object) -> dict[str, byt
     return {name: path.read_bytes()}
 
 
-def _wait(work: Coroutine[Any, Any, _Model]) -> _Model:
+def _run_in_thread(work: Coroutine[Any, Any, _Model]) -> _Model:
     """Run solvers in a thread of their own, because the caller may run in an event loop."""
     with ThreadPoolExecutor(1, "inspect") as thread:
         return thread.submit(asyncio.run, work).result()

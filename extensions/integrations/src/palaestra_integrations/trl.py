@@ -199,7 +199,7 @@ class RolloutFunc:
             for done in range(0, count, size)
         ]
         with _sampling_model(trainer) as model:
-            session = self._open(trainer, model)
+            session = self._open_session(trainer, model)
             self._engine.policy_version = str(trainer.state.global_step)
             groups: dict[int, Group] = {}
             for each in dict.fromkeys(count for _, count in wanted):
@@ -226,7 +226,7 @@ class RolloutFunc:
         self._session = None
         self._opened.close()
 
-    def _open(self, trainer: GRPOTrainer, model: Any) -> SyncSession:
+    def _open_session(self, trainer: GRPOTrainer, model: Any) -> SyncSession:
         if self._session is not None:
             return self._session
         if trainer.use_vllm:

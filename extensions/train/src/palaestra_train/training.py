@@ -202,13 +202,13 @@ class Training:
             rows = rows_of_step(self._demonstrations, state.step, self.config.groups, seed)
             learned = CrossEntropy()
             numbers = {**await self.trainer.step(rows, str(state.step + 1), learned.weigh), "loss": learned.nats}
-        self._check(numbers)
+        self._check_finite(numbers)
         state.step += 1
         self._losses.append(learned.nats)
         counts = {"rows": len(rows), "trained_tokens": sum(row.sampled for row in rows)}
         self._report(WARM_START, {**counts, "train_s": time.monotonic() - began, **numbers})
 
-    def _check(self, numbers: Mapping[str, float]) -> None:
+    def _check_finite(self, numbers: Mapping[str, float]) -> None:
         """Raise `TrainerError` if a step has ruined the weights."""
         for name in ("loss", "weight_norm"):
             if not math.isfinite(value := numbers.get(name, 0.0)):
@@ -229,7 +229,7 @@ class Training:
             numbers = await self.trainer.step(batch.rows, str(state.step + 1), weigh)
             mismatch = batch.mismatch
             self._difference = max(self._difference, mismatch.largest)
-        self._check(numbers)
+        self._check_finite(numbers)
         if state.step == config.warm and not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
             self._warn(_NEVER)
         state.step += 1

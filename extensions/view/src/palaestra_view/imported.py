@@ -49,7 +49,7 @@ class ImportedIndex(RunIndex):
             folder = Path(tempfile.mkdtemp(prefix="palaestra-view-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
-            folder = store / IMPORTS / _key(path)
+            folder = store / IMPORTS / _import_name(path)
         journal = folder / JOURNAL_NAME
         self._writer: _Writer | None = None
         if not journal.is_file():
@@ -197,7 +197,7 @@ class _Groups:
         return Group(group_id=given, number=number, task_id=trajectory.task_id, tools=one.tools)
 
 
-def _key(path: Path) -> str:
+def _import_name(path: Path) -> str:
     """Return a name for the journal of a file in its present state."""
     made = hashlib.blake2b(digest_size=16)
     made.update(f"{_FORMAT}\0".encode() + os.fsencode(path.resolve()))

@@ -192,7 +192,7 @@ class RunIndex:
         """The scores that `palaestra grade` gave."""
         self._grades_stamp: JSON = ""
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
-        self._db = self._open()
+        self._db = self._open_index()
 
     def close(self) -> None:
         """Close the database, once no other thread uses it: SQLite crashes otherwise. Idempotent."""
@@ -449,11 +449,11 @@ class RunIndex:
             file.seek(place)
             line = file.readline()
         try:
-            return _decoded(decoder, line)
+            return _decode_line(decoder, line)
         except UNREADABLE as error:
             raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_index(self) -> sqlite3.Connection:
         """Open the index's file if it belongs to this journal, or start an empty index."""
         if self._store is not None:
             try:
@@ -487,7 +487,7 @@ class RunIndex:
 
     def _take(self, part: _Slice, line: bytes) -> None:
         try:
-            event = _decoded(_lines, line)
+            event = _decode_line(_lines, line)
             if event.event in ("run", "resume"):
                 check_config(RunStarted(at=event.at, run_id="", env="", model="", seed=0, config=event.config))
         except (*UNREADABLE, ValueError) as error:
@@ -679,7 +679,7 @@ def _open_database(name: str) -> sqlite3.Connection:
     return db
 
 
-def _decoded(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
+def _decode_line(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
     """Decode a line. Bytes that are not UTF-8 become U+FFFD, so that they do not hide the rest."""
     try:
         return decoder.decode(line)

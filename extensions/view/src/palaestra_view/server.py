@@ -175,7 +175,7 @@ class Viewer:
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
-                response = self._refused(request) or await handler(request)
+                response = self._access_refusal(request) or await handler(request)
             except web.HTTPException as error:
                 response = web.json_response({"detail": error.reason}, status=error.status)
             except ConnectionError:  # the page was closed
@@ -188,7 +188,7 @@ class Viewer:
 
         return check
 
-    def _refused(self, request: web.Request) -> web.Response | None:
+    def _access_refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to a caller who may not read, or to one who shows the token for the first time."""
         name = request.headers.get("Host", "")
         if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
@@ -217,7 +217,7 @@ class Viewer:
         return web.Response(text=page_file(name), content_type=_TYPES["." + name.rpartition(".")[2]])
 
     async def _annotate(self, request: web.Request) -> web.Response:
-        """Add to the annotations of a run, which `_refused` has allowed."""
+        """Add to the annotations of a run, which `_access_refusal` has allowed."""
         await invite_body(request)
         try:
             asked = msgspec.json.decode(await request.read(), type=_Asked)

@@ -127,9 +127,9 @@ def further_calls(task: Task, tools: Sequence[Mapping[str, JSON]]) -> Iterator[T
         function = tool.get("function") or {}
         required = (function.get("parameters") or {}).get("required") or ()
         call = ToolStep(function["name"], {name: known[name] for name in required if name in known})
-        if len(call.arguments) == len(required) and _key(call) not in map(_key, made):
+        if len(call.arguments) == len(required) and _call_key(call) not in map(_call_key, made):
             yield call
 
 
-def _key(call: ToolStep) -> str:
+def _call_key(call: ToolStep) -> str:
     return json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=repr)

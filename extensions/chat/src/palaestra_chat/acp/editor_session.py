@@ -211,13 +211,13 @@ class EditorSession:
                 f"{event.name}: {event.preview}",
                 kind=_KINDS.get(event.name, "other"),  # type: ignore[arg-type]
                 status="in_progress",
-                raw_input=_decoded(event.arguments),
+                raw_input=_json_or_text(event.arguments),
             )
         if isinstance(event, ToolOutput):
             content = [acp.tool_content(acp.text_block(event.text))]
             return acp.update_tool_call(self._call_ids[event.call_id], status="in_progress", content=content)
         if isinstance(event, ToolEnded):
-            reply = _decoded(event.text)
+            reply = _json_or_text(event.text)
             shown = str(reply.get("output") or event.text) if isinstance(reply, dict) else event.text
             return acp.update_tool_call(
                 self._call_ids.pop(event.call_id, event.call_id),
@@ -271,7 +271,7 @@ class EditorSession:
 
 def _plan_update(event: ToolEnded) -> Any:
     """Return the plan of a call of the tool `todo` as an update, or None."""
-    reply = _decoded(event.text) if event.name == "todo" and not event.error else None
+    reply = _json_or_text(event.text) if event.name == "todo" and not event.error else None
     steps = reply.get("todos") if isinstance(reply, dict) else None
     if not isinstance(steps, list):
         return None
@@ -284,7 +284,7 @@ def _plan_update(event: ToolEnded) -> Any:
     return acp.update_plan(entries)
 
 
-def _decoded(text: str) -> JSON:
+def _json_or_text(text: str) -> JSON:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

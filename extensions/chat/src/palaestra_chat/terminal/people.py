@@ -47,7 +47,7 @@ class TerminalPeople:
         """Return the callbacks of a conversation."""
         from palaestra_chat.conversation import People
 
-        return People(self._approve, self._answer, self.notice, self._queue.take_messages)
+        return People(self._approve, self._ask_choice, self.notice, self._queue.take_messages)
 
     def notice(self, notice: Notice) -> None:
         """Show a notice."""
@@ -95,7 +95,7 @@ class TerminalPeople:
         keys = "".join(key for key in answers if len(key) == 1)
         return await self.choose(f"{what}, n: no [n] ", answers, keys=keys) or ApprovalAnswer.DENY
 
-    async def _answer(self, question: str, choices: Sequence[str]) -> str | None:
+    async def _ask_choice(self, question: str, choices: Sequence[str]) -> str | None:
         self._screen.line(f"{YELLOW}{printable(question)}{PLAIN}")
         for number, choice in enumerate(choices, 1):
             self._screen.line(f"  {number}: {printable(choice)}")

@@ -126,7 +126,7 @@ async def _rewind(desk: Desk, rest: str) -> None:
     if not rest:
         for turn in turns:
             desk.screen.prose(
-                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_words(turn), desk.screen.scrollback.columns - 8)}"
+                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_turn_text(turn), desk.screen.scrollback.columns - 8)}"
             )
         desk.screen.prose("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
         return
@@ -404,7 +404,7 @@ async def _hooks(desk: Desk, rest: str) -> None:
         desk.screen.prose(printable(f"never run here: hooks for {', '.join(hooks.ignored)}"))
 
 
-def _words(turn: StoredTurn) -> str:
+def _turn_text(turn: StoredTurn) -> str:
     from palaestra_toolsets.tools.session_search import message_text
 
     return message_text(turn.content)

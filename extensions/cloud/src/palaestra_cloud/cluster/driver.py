@@ -147,7 +147,7 @@ class Driver:
         for worker in workers:
             for task in worker.tasks:
                 task.cancel()
-        await asyncio.gather(*(self._end(worker) for worker in workers), return_exceptions=True)
+        await asyncio.gather(*(self._close_link(worker) for worker in workers), return_exceptions=True)
 
     def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> RemoteGroup:
         """Return what plays the group on a node."""
@@ -326,7 +326,7 @@ class Driver:
         for task in worker.tasks:
             if task is not current:
                 task.cancel()
-        self._watching.append(asyncio.create_task(self._end(worker)))
+        self._watching.append(asyncio.create_task(self._close_link(worker)))
         self._changed.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -338,7 +338,7 @@ class Driver:
                     playing.done.set_exception(error)
         self.placement.fail(error if isinstance(error, Exception) else RuntimeError(told(error)))
 
-    async def _end(self, worker: _Worker) -> None:
+    async def _close_link(self, worker: _Worker) -> None:
         link, worker.node.link = worker.node.link, None
         if link is not None:
             await link.aclose()

@@ -190,7 +190,7 @@ class Placement:
     def add(self, room: Room) -> None:
         """Add a node."""
         self._rooms.add(room)
-        self._serve(room)
+        self._fill_room(room)
 
     def remove(self, name: str) -> None:
         """Remove a node. Its groups wait for another one with `place`."""
@@ -218,7 +218,7 @@ class Placement:
         """Free the room of rollouts that have ended; `ended` if the whole group has."""
         self._rooms.take(room, -rollouts, -ended)
         if self.rooms.get(room.name) is room:
-            self._serve(room)
+            self._fill_room(room)
 
     def fail(self, error: Exception) -> None:
         """Let everything that waits fail with this error."""
@@ -240,7 +240,7 @@ class Placement:
         """Whether no node has prepared this, or nothing needs to be."""
         return not needs or not self._rooms.is_prepared(needs)
 
-    def _serve(self, room: Room) -> None:
+    def _fill_room(self, room: Room) -> None:
         """Give the room on a node to groups that wait."""
         while self._queue and room.free > 0:
             first, now = self._queue.first(), self._clock()

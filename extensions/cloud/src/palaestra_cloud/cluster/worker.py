@@ -119,7 +119,7 @@ class Worker:
     def _obey(self, message: WorkerSetup | PlayGroup | Cancel | Stop, node: _Node, outbox: EventOutbox) -> None:
         match message:
             case PlayGroup(key=key, work=work, unheard=unheard):
-                task = asyncio.create_task(_play(node, outbox, key, work, unheard), name=f"play-{key}")
+                task = asyncio.create_task(_play_group(node, outbox, key, work, unheard), name=f"play-{key}")
                 self._playing[key] = task
                 task.add_done_callback(lambda _: self._playing.pop(key, None))
             case Cancel(key=key) if key in self._playing:
@@ -143,7 +143,7 @@ def told_briefly(error: BaseException) -> str:
     return str(error) if isinstance(error, PalaestraError) else told(error)
 
 
-async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes, unheard: Collection[int]) -> None:
+async def _play_group(node: _Node, outbox: EventOutbox, key: int, work: bytes, unheard: Collection[int]) -> None:
     """Play one group, and report its end even if it failed."""
     try:
         group = _unpacked(work)

@@ -132,7 +132,7 @@ class ToolServerLink:
             ) from None
         return result.reply if isinstance(result.reply, (str, dict)) else reply_of(result.to_tool_result())
 
-    def _refused(self, status: int, body: bytes, name: str) -> ToolServerError:
+    def _status_error(self, status: int, body: bytes, name: str) -> ToolServerError:
         text = f"tool server {self.url} refused {name} with status {status}: {_detail(body)}"
         if status in (401, 403):
             return ToolServerRefused(f"{text}; set tool_server_token to the server's token")
@@ -169,7 +169,7 @@ class ToolServerLink:
                 "`palaestra serve tools`, or correct tool_server_url"
             ) from None
         if status != 200:
-            raise self._refused(status, content, name)
+            raise self._status_error(status, content, name)
         return content
 
 

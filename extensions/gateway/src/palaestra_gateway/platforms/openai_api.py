@@ -91,7 +91,7 @@ class OpenAIServer:
         there is no token."""
         self._deliver = deliver
         app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
+            client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_access_error)]
         )
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
@@ -298,13 +298,13 @@ def _text(content: JSON, files: list[Attachment]) -> str:
         if part.get("type") == "text":
             texts.append(str(part.get("text", "")))
         elif part.get("type") == "image_url" and isinstance(part.get("image_url"), dict):
-            files.append(_image(str(part["image_url"].get("url", "")), len(files) + 1))
+            files.append(_image_attachment(str(part["image_url"].get("url", "")), len(files) + 1))
         else:
             raise ConfigError(f"parts of type {part.get('type')!r} are not supported; use text and image_url")
     return "\n".join(texts)
 
 
-def _image(url: str, number: int) -> Attachment:
+def _image_attachment(url: str, number: int) -> Attachment:
     head, comma, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise ConfigError("image_url must be a data URL of an image; addresses are not fetched")
@@ -351,7 +351,7 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return _error(error.status, error.text or error.reason, "invalid_request_error")
 
 
-def _refused(status: int, reason: str) -> web.Response:
+def _access_error(status: int, reason: str) -> web.Response:
     if status == 401:
         return _error(status, reason, "authentication_error", "invalid_api_key")
     return _error(status, reason, "permission_error")

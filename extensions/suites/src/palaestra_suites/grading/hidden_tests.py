@@ -78,7 +78,7 @@ async def run_tests(
         return await run_suite(slot, _PYTHON, cwd, text, timeout_s=timeout_s, python_path=python_path)
 
     for place, text in texts.items():
-        found = await _verdicts(sandbox, text, _names(place, text), run, cwd, reference)
+        found = await _verdicts(sandbox, text, _test_names(place, text), run, cwd, reference)
         prefix = f"{place}::" if place else ""
         passed += [prefix + name for name in found.passed]
         failed |= {prefix + name: reason for name, reason in found.failed.items()}
@@ -115,7 +115,7 @@ async def _verdicts(
     return TestVerdicts(passed, failed, tuple(labels))
 
 
-def _names(place: str, text: str) -> list[str]:
+def _test_names(place: str, text: str) -> list[str]:
     """Return the names of the tests in a text. Raises ValueError."""
     what = f"the tests {place}" if place else "the tests"
     try:

@@ -213,7 +213,7 @@ async def _streams(process: Process) -> AsyncIterator[TransportStreams]:
     async def receive() -> None:
         with contextlib.suppress(SandboxError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             async with received:
-                async for line in _lines(process):
+                async for line in _output_lines(process):
                     await received.send(_parsed(line))
 
     async def send() -> None:
@@ -238,7 +238,7 @@ async def _streams(process: Process) -> AsyncIterator[TransportStreams]:
             await asyncio.shield(process.forget())
 
 
-async def _lines(process: Process) -> AsyncIterator[bytes]:
+async def _output_lines(process: Process) -> AsyncIterator[bytes]:
     """Yield the lines of a process's output, until it ends or a line is too long."""
     buffer = b""
     async for piece in process.output():

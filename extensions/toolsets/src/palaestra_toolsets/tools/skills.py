@@ -141,16 +141,16 @@ class Skills:
                     f"The {what} {value!r} must consist of at most 64 characters: lowercase letters, digits and single "
                     "hyphens"
                 )
-        _check(name, content)
+        _check_header(name, content)
         with self._changing():
             # With the lock held, because another process may be creating the same skill.
             if any(skill.name == name for skill in self.all()):
                 raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
-            _write(_inside(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
+            _write(_skill_path(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
 
     def edit(self, name: str, content: str) -> None:
         """Replace the skill's document."""
-        _check(name, content)
+        _check_header(name, content)
         with self._changing():
             _write(self._own(name), DOCUMENT, content)
 
@@ -167,7 +167,7 @@ class Skills:
                 )
             text = text.replace(old, new)
             if file_path == DOCUMENT:
-                _check(name, text)
+                _check_header(name, text)
             _write(folder, file_path, text)
 
     def delete(self, name: str) -> None:
@@ -187,7 +187,7 @@ class Skills:
         if file_path == DOCUMENT:
             raise ToolMistake(f"A skill needs its {DOCUMENT}; remove the whole skill with delete")
         with self._changing():
-            path = _inside(self._own(name), file_path)
+            path = _skill_path(self._own(name), file_path)
             if not path.is_file():
                 raise ToolMistake(f"The skill has no file {file_path!r}")
             path.unlink()
@@ -195,7 +195,7 @@ class Skills:
     def _own(self, name: str) -> Path:
         """Return the folder of a skill to change. A skill in another folder, to which a link leads, can only be
         read."""
-        return _inside(self.folder, str(self.find(name).folder.relative_to(self.folder)))
+        return _skill_path(self.folder, str(self.find(name).folder.relative_to(self.folder)))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -301,12 +301,12 @@ async def _manage(settings: ToolsetSettings, arguments: Mapping[str, JSON], run:
     return {"success": True, "action": action, "name": name}
 
 
-def _check(name: str, content: str) -> None:
+def _check_header(name: str, content: str) -> None:
     if read_header(content)[0] != name:
         raise ToolMistake(f"The header's name must be {name!r}, the name of the skill")
 
 
-def _inside(folder: Path, file_path: str) -> Path:
+def _skill_path(folder: Path, file_path: str) -> Path:
     """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside or has a hidden
     part."""
     parts = PurePosixPath(file_path).parts
@@ -321,7 +321,7 @@ def _inside(folder: Path, file_path: str) -> Path:
 
 
 def _read(folder: Path, file_path: str) -> str:
-    path = _inside(folder, file_path)
+    path = _skill_path(folder, file_path)
     if not path.is_file():
         raise ToolMistake(f"The skill has no file {file_path!r}", files=_files(folder))
     with path.open("rb") as file:
@@ -336,7 +336,7 @@ def _write(folder: Path, file_path: str, text: str) -> None:
     data = text.encode()
     if len(data) > MAX_BYTES:
         raise ToolMistake(f"{file_path} would have {len(data)} bytes, more than {MAX_BYTES}; nothing was changed")
-    path = _inside(folder, file_path)
+    path = _skill_path(folder, file_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.write(data)

@@ -71,7 +71,7 @@ def vision_tool(settings: ToolsetSettings) -> Tool:
         parallel_safe=True,
         missing=lambda: vision_problem(settings),
         touches_world=True,
-        world_key=partial(_key, settings),
+        world_key=partial(_recording_key, settings),
     )
 
 
@@ -110,11 +110,11 @@ async def analyse_image(settings: ToolsetSettings, image: Image, question: str) 
 
 
 async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    image = await _image(settings, arguments["image_url"], run)
+    image = await _load_image(settings, arguments["image_url"], run)
     return {"success": True, **await analyse_image(settings, image, arguments["question"])}
 
 
-async def _key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+async def _recording_key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
     """Return the arguments and, if they name a path, the file's hash, because the reply depends on the file's
     content."""
     where = arguments["image_url"]
@@ -127,7 +127,7 @@ async def _key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: To
     return {**arguments, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-async def _image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
+async def _load_image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
     most = settings.vision_max_image_bytes
     if where.startswith("data:"):
         return _from_data_url(where, most)

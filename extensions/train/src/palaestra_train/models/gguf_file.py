@@ -93,7 +93,7 @@ def _with_tools(folder: Path) -> str:
     """Give the model in `folder` the ChatML template with tools, unless its own template shows tools. Raises
     `ConfigError` if neither fits its tokenizer."""
     try:
-        _check(folder)
+        _check_tokenizer(folder)
     except ConfigError as error:
         found = load_tokenizer(str(folder))
         if not {"<|im_start|>", "<|im_end|>"} <= {found.decode([number]) for number in found.added_ids}:
@@ -102,12 +102,12 @@ def _with_tools(folder: Path) -> str:
                 "built-in template does not fit either"
             ) from None
         (folder / "chat_template.jinja").write_text(chat_template(), encoding="utf-8")
-        _check(folder)
+        _check_tokenizer(folder)
         return "chatml"
     return "own"
 
 
-def _check(folder: Path) -> None:
+def _check_tokenizer(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     TurnRenderer(template_of(tokenizer), tokenizer, tools=[_TOOL], stop_ids=tokenizer.stop_ids)
 

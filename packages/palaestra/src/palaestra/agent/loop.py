@@ -208,7 +208,7 @@ class AgentLoop:
         reply = read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
         turn = self._record_turn(result, reply, self.clock.monotonic() - asked_s)
         place = len(result.messages)
-        any_valid = await self._answer(result, reply, turn) if reply.calls else False
+        any_valid = await self._answer_calls(result, reply, turn) if reply.calls else False
         natural = not reply.calls and not reply.cut_off
         if natural and self._user is not None:
             # After the last turn that the limits allow, an answer could not be replied to.
@@ -265,7 +265,7 @@ class AgentLoop:
         result.turns.append(turn)
         return turn
 
-    async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
+    async def _answer_calls(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
         """Run the calls and append their answers, even if a call raises an error. Returns whether any call was
         valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)

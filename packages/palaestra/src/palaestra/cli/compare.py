@@ -215,12 +215,12 @@ def _show_settings(settings: dict[str, list[JSON]]) -> None:
     if settings:
         click.echo("settings that differ:")
     for name, values in list(settings.items())[:_SHOWN_SETTINGS]:
-        click.echo(f"  {name}: {' | '.join(_short(value) for value in values)}")
+        click.echo(f"  {name}: {' | '.join(_short_json(value) for value in values)}")
     if len(settings) > _SHOWN_SETTINGS:
         click.echo(f"  and {len(settings) - _SHOWN_SETTINGS} more (--json)")
 
 
-def _short(value: JSON) -> str:
+def _short_json(value: JSON) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:59]}…"
 

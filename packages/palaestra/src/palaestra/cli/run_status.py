@@ -80,7 +80,7 @@ def _print(found: Mapping[str, RunStatus], waiting: Mapping[str, str], *, clear:
 
     if clear:
         click.clear()
-    click.echo("\n\n".join("\n".join(_lines(name, each, time.time())) for name, each in found.items()))
+    click.echo("\n\n".join("\n".join(_status_lines(name, each, time.time())) for name, each in found.items()))
     for name, reason in waiting.items():
         click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
 
@@ -208,7 +208,7 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
     }
 
 
-def _lines(name: str, status: RunStatus, now: float) -> list[str]:
+def _status_lines(name: str, status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
     from palaestra.rollouts.observe.status import score_name
 

@@ -139,7 +139,7 @@ async def _inventory(directory: Path | None, store: Path | None) -> dict[str, li
     from palaestra_slots.sandbox.service import service_client
 
     running = [await service_client.service_state(path) for path in _sockets(directory)]
-    workspaces = _open(store)
+    workspaces = _open_store(store)
     entries = [] if workspaces is None else workspaces.entries()
     now = time.time()
     return {
@@ -179,7 +179,7 @@ async def _clean(
     folder = directory or service_client.default_directory()
     # After the services have ended, so that their sockets are among those that are removed.
     gone["services"] += await service_client.sweep(folder, only_list=only_list)
-    kept = _open(store)
+    kept = _open_store(store)
     if kept is not None:
         halves = kept.sweep(only_list=only_list)
         gone["workspaces"] = [f"{halves} half-made"] if halves else []
@@ -195,7 +195,7 @@ def _sockets(directory: Path | None) -> list[Path]:
     return sorted(folder.glob("*.sock")) if folder.is_dir() else []
 
 
-def _open(store: Path | None) -> SnapshotStore | None:
+def _open_store(store: Path | None) -> SnapshotStore | None:
     """Return the store of workspaces, or None if it does not exist, because a listing must not create it."""
     folder = store or default_folder()
     return SnapshotStore(folder).open() if folder.is_dir() else None

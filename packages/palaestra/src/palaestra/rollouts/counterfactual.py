@@ -221,7 +221,9 @@ class ContinuedTurns(RecordedTurns):
     def found_background(self) -> None:
         if not self._was_shared:
             super().found_background()
-        self._note(self.latest.turn, "a repeated call left a process in the background, whose state may differ")
+        self._note_difference(
+            self.latest.turn, "a repeated call left a process in the background, whose state may differ"
+        )
 
     @property
     def _was_shared(self) -> bool:
@@ -232,10 +234,12 @@ class ContinuedTurns(RecordedTurns):
             return super().match_observation(expected, text, call)
         if text != expected and (kind := classify(expected, text, asked=call)) not in HARMLESS:
             was, now = first_difference(expected, text)
-            self._note(self._events[self._at].turn, f"{call}: {was!r} was recorded, but it is {now!r} now ({kind})")
+            self._note_difference(
+                self._events[self._at].turn, f"{call}: {was!r} was recorded, but it is {now!r} now ({kind})"
+            )
         return expected
 
-    def _note(self, turn: int, what: str) -> None:
+    def _note_difference(self, turn: int, what: str) -> None:
         self._difference = self._difference or f"turn {turn}: {what}"
 
 

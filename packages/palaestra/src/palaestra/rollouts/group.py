@@ -125,7 +125,7 @@ class GroupRun:
         asked = self.task
         try:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
-            self.task = _checked(self.task)
+            self.task = _checked_task(self.task)
             if self.task.packages and not self.env.installs_packages:
                 raise TaskError(f"task {self.task.id}: only function environments install packages")
             changed = self._prompt_changed(asked)
@@ -239,7 +239,7 @@ class GroupRun:
         assert self._kit is not None
         wanted, failure = self.run_context.settings.group_size, None
         try:
-            collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
+            collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play_next)
             collecting = self.env.collect(self.task, collection)
             count = await run_hook(TaskError, collecting, f"collecting {self.group.group_id}")
         except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
@@ -275,7 +275,7 @@ class GroupRun:
             self.reserved -= 1
             places.free(1)
 
-    async def _play(self) -> Rollout:
+    async def _play_next(self) -> Rollout:
         """Play the group's next rollout for an environment that collects the group, without recording its end."""
         index = next(self._play_numbers)
         rollout = await self._roll_out_one(index, recorded_later=True)
@@ -284,9 +284,9 @@ class GroupRun:
         return rollout
 
     async def _record_played(self, rollout: Rollout) -> None:
-        await self._end(self._write(RolloutEnded, rollout))
+        await self._record_end(self._write(RolloutEnded, rollout))
 
-    async def _end(self, event: RolloutEnded | AttemptDiscarded) -> None:
+    async def _record_end(self, event: RolloutEnded | AttemptDiscarded) -> None:
         """Add a rollout to the group, wait until its record is on the disk, and announce it."""
         self.group.trajectories.append(event.trajectory)
         await self.run_context.recorded_tools.commit()
@@ -334,7 +334,7 @@ class GroupRun:
         # The slots end while the record goes to the disk, and the group waits for both.
         self._releasing.append(asyncio.ensure_future(rollout.release()))
         del rollout  # its tools and ledger need not wait for the disk
-        await self._end(event)
+        await self._record_end(event)
         return None
 
     def _recorded(self, index: int) -> RecordedTurns | None:
@@ -493,11 +493,11 @@ class Preparation:
         stages = Stages(self._group.group_id, run.events.alive, run.settings.idle_limits)
         async with stages.watched():
             if recipe is None or prepared is None:
-                return await self._make(stages)
+                return await self._make_snapshot(stages)
             with stages.stage("store"):
-                taken = await prepared().take(recipe, partial(self._make, stages))
+                taken = await prepared().take(recipe, partial(self._make_snapshot, stages))
             self._group.from_store = taken.found
-            # If it was not found, `_make` has counted the time already.
+            # If it was not found, `_make_snapshot` has counted the time already.
             if taken.found:
                 self._group.prepare_s += round(stages.seconds["store"], 6)
             return taken.snapshot
@@ -519,7 +519,7 @@ class Preparation:
         version = json.dumps(declared, sort_keys=True)
         return True, Recipe(spec, (*files, *setup), version, f"{self._env.name} {task.id}")
 
-    async def _make(self, stages: Stages) -> Snapshot:
+    async def _make_snapshot(self, stages: Stages) -> Snapshot:
         key, base = self._env.shared_setup(self._task), None
         more = key is not None or self._task.setup or self._env.has_own_preparation(self._task)
         if self._task.files and not more and (composed := await self._composed(stages)) is not None:
@@ -613,7 +613,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _checked(task: Task) -> Task:
+def _checked_task(task: Task) -> Task:
     """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
     for name, kinds in _KINDS.items():
         value = getattr(task, name)

@@ -211,7 +211,7 @@ class _Play:
             in_slot = _assignment(prompt, address.at(f"http://127.0.0.1:{slot_port}"))
             if isinstance(program, HostedAgent):
                 try:
-                    return await self._wait(self._hosted(program, slot, _assignment(prompt, address), in_slot))
+                    return await self._wait_for_end(self._hosted(program, slot, _assignment(prompt, address), in_slot))
                 finally:
                     self._conversations.end()
             launch = program.launch(in_slot)
@@ -220,7 +220,7 @@ class _Play:
                 await slot.write_text(path, text)
             process = await slot.spawn(launch.command, env=launch.env, stdin=False)
             try:
-                return await self._wait(self._exit_code(process), self._follow(process))
+                return await self._wait_for_end(self._exit_code(process), self._follow(process))
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
                     # A program that reached a limit is scored, so it gets time to write its files. One that ended by
@@ -249,7 +249,7 @@ class _Play:
             return 1
         return 0
 
-    async def _wait(
+    async def _wait_for_end(
         self, work: Coroutine[None, None, int | None], output: Coroutine[None, None, None] | None = None
     ) -> int | None:
         """Wait until the program ends, a limit is reached, or a tool or the model server fails. Returns the exit status

@@ -191,7 +191,7 @@ class TurnLog:
         known = known or (recorded is not None and not recorded.caught_up)
         reply = _Reply(call.messages, count, completion, known)
         if call.branch:
-            self._note(call.branch, reply)
+            self._write_reply(call.branch, reply)
         else:
             self._own = reply
         return completion
@@ -199,7 +199,7 @@ class TurnLog:
     def note_reply(self) -> None:
         """Write the rollout's own reply before its turn has ended, because another model is asked meanwhile."""
         if self._own is not None and not self._own.noted:
-            self._note(0, self._own)
+            self._write_reply(0, self._own)
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Write the messages that a turn added or, if `turn` is None, the opening messages. If this returns an
@@ -327,7 +327,7 @@ class TurnLog:
         """Count a question to a model whose reply the run had already."""
         self.model_calls[KNOWN_REPLIES] = self.model_calls.get(KNOWN_REPLIES, 0.0) + 1.0
 
-    def _note(self, branch: int, reply: _Reply) -> None:
+    def _write_reply(self, branch: int, reply: _Reply) -> None:
         """Write one reply of a turn that delegates work. The rollout's own reply is counted when its turn ends."""
         reply.noted = True
         recorded, sampled = self.recorded, self._sampled_since_note()

@@ -233,7 +233,7 @@ def declare(
     context = {parameter: what for parameter, what in found.items() if what is not None}
     if external and "sandbox" in context.values():
         raise ConfigError(f"tool {called} is external, so it cannot have a sandbox parameter")
-    arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
+    arguments = _arguments_model(called, [each for each in parameters.values() if each.name not in context], told)
     return TypedTool(
         function=function,
         schema=replace(_schema(called, summary, arguments), external=external),
@@ -269,7 +269,7 @@ def _context_of(parameter: inspect.Parameter, of_environment: bool, state_type: 
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 
-def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
+def _arguments_model(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
     """Return the pydantic model of the arguments. Its fields are numbered, because a parameter may be called
     `schema` or `_x`."""
     fields: dict[str, Any] = {}

@@ -119,7 +119,7 @@ class Follower:
                 session.status = await session.reach().kill(KILL_GRACE_S)
                 session.notices.add(f"killed after its time limit of {self._watch.lifetime_s:g}s")
         self._take("", last=True)
-        self._end(status)
+        self._report_exit(status)
 
     async def _read(self, wait_s: float) -> None:
         piece = await self._session.reach().read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
@@ -166,7 +166,7 @@ class Follower:
             self._add("progress", self._since)
             self._since = ""
 
-    def _end(self, status: ProcessStatus) -> None:
+    def _report_exit(self, status: ProcessStatus) -> None:
         if counted := self._not_reported():
             self._add("watch_match", counted.strip(" ()"))
         if self._watch.on_exit or self._watch.interval_s:

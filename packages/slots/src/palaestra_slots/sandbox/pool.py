@@ -646,13 +646,13 @@ class SlotPool:
 
         timeout = timeout_s if timeout is None else timeout
 
-        async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
+        async def execute_request(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
             try:
                 return await self.execute(slot, tool, args, timeout)
             except InfraError as error:
                 return tool_result(error=f"{type(error).__name__}: {error}")
 
-        return list(await asyncio.gather(*(one(*request) for request in requests)))
+        return list(await asyncio.gather(*(execute_request(*request) for request in requests)))
 
     async def read_artifact(
         self,

@@ -99,7 +99,7 @@ class _Forward:
             self.slot_port = number
             self.listening.set()
         elif kind == b"o":
-            await self._open(number)
+            await self._open_connection(number)
         elif kind == b"c":
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
@@ -108,7 +108,7 @@ class _Forward:
             # Only now, because this is what opens the relay's window again.
             await self._send(_HEAD.pack(b"a", 0, len(payload)))
 
-    async def _open(self, number: int) -> None:
+    async def _open_connection(self, number: int) -> None:
         # An agent that writes to the relay's output can name a connection twice.
         if len(self._tasks) >= self._most or number in self._tasks:
             await self._send(_HEAD.pack(b"c", number, 0))

@@ -214,7 +214,7 @@ class ServerBackend(StartedBackend):
         If the slot shares the machine's network, a warning is logged; raises `IsolationUnavailable` instead if
         `require` was given.
         """
-        self._check(spec, snapshot)
+        self._check_spec(spec, snapshot)
         fields: dict[str, JSON] = {
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -238,7 +238,7 @@ class ServerBackend(StartedBackend):
             _warn_once(shared)
         return self._add(server, requests, made, spec, trajectory_id)
 
-    def _check(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
+    def _check_spec(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
         """Raise `ConfigError` if the backend cannot make such a slot at its level."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")

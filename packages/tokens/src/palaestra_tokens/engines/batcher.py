@@ -47,7 +47,7 @@ class _Request:
         return "length" if len(self.ids) >= self.most else ""
 
     def finish(self, reason: str, version: str) -> None:
-        _answer(self.answer, Sampled(self.ids, self.logprobs, reason, version))
+        _set_result(self.answer, Sampled(self.ids, self.logprobs, reason, version))
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +144,7 @@ class Batcher:
             _set_exception(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return
-        _answer(self.ready, None)
+        _set_result(self.ready, None)
         while self._take_messages(decoder):
             try:
                 self._admit(decoder)
@@ -208,7 +208,7 @@ class Batcher:
             _set_exception(message.answer, error)
             return
         self.version = message.version
-        _answer(message.answer, None)
+        _set_result(message.answer, None)
 
     def _fail_rows(self, decoder: TorchDecoder, error: Exception) -> None:
         rows, self._rows = self._rows, []
@@ -230,7 +230,7 @@ class Batcher:
                 _set_exception(message.answer, error)
 
 
-def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
+def _set_result(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
     with suppress(InvalidStateError):  # cancelled in the meantime
         future.set_result(value)  # type: ignore[arg-type]
 

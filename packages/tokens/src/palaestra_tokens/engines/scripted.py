@@ -374,7 +374,7 @@ class ScriptedSession(ChatServer):
         if isinstance(self._policy, OraclePolicy):
             # A reference that calls a tool which the agent lacks is a mistake of the environment, and must not look
             # like failed work.
-            self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
+            self._check_act(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         message, finish_reason = _scripted_reply(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([msgspec.to_builtins(message)])
@@ -393,7 +393,7 @@ class ScriptedSession(ChatServer):
             ),
         )
 
-    def _check(self, act: Act, had: Collection[str] | None) -> None:
+    def _check_act(self, act: Act, had: Collection[str] | None) -> None:
         """Raise `TaskError` for a shell command of a solution if the agent has no `terminal`: otherwise the call would
         be answered like a model's mistake, and the solution scored as wrong without having run."""
         if had is None or isinstance(act, str | RecordedReply) or COMMANDS in had:

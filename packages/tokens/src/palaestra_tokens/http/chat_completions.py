@@ -294,7 +294,7 @@ def _plainer(message: Message, drop: Set[str], required: str | None) -> Message:
     if required is not None:
         message = _REQUIRED[required](message)
         calls = message.get("tool_calls")
-    if not calls or all(_is_object(_arguments(call)) for call in calls):
+    if not calls or all(_is_object(_call_arguments(call)) for call in calls):
         return message
     return {**message, "tool_calls": [_wrapped(call) for call in calls]}
 
@@ -321,13 +321,13 @@ def _signed(call: JSON) -> JSON:
 
 
 def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
-    arguments = _arguments(call)
+    arguments = _call_arguments(call)
     if _is_object(arguments):
         return call
     return {**call, "function": {**call["function"], "arguments": _dumped({"malformed": arguments})}}
 
 
-def _arguments(call: Mapping[str, JSON]) -> JSON:
+def _call_arguments(call: Mapping[str, JSON]) -> JSON:
     """Return a call's arguments. Anything that is not a call counts as one with an empty object, so that it is sent
     unchanged and the server may refuse it."""
     function = call.get("function") if isinstance(call, Mapping) else None

@@ -192,7 +192,7 @@ def _event(data: JSON) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def _serve(port: int, delay_s: float, window: int | None) -> None:
+async def _serve_until_stopped(port: int, delay_s: float, window: int | None) -> None:
     stop = told_to_stop()
     async with EchoChatServer(delay_s=delay_s, port=port, window=window, lists_window=True) as server:
         print(f"{server.url}/v1", flush=True)  # noqa: T201  the address is the output of this program
@@ -206,6 +206,6 @@ if __name__ == "__main__":
     parser.add_argument("--window", type=int, help="the size of the context window in tokens [unlimited]")
     given = parser.parse_args()
     try:
-        asyncio.run(_serve(given.port, given.delay, given.window))
+        asyncio.run(_serve_until_stopped(given.port, given.delay, given.window))
     except ConfigError as error:
         parser.error(str(error))

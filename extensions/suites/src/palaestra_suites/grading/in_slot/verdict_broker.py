@@ -73,7 +73,7 @@ def _made_socket(pid: int, name: object) -> bool:
     return False
 
 
-def _serve(server: socket.socket, descriptor: int) -> None:
+def _answer_launcher(server: socket.socket, descriptor: int) -> None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         client, name = server.accept()
         with client:
@@ -101,7 +101,7 @@ def main() -> int:
     server.settimeout(0.1)
     script = subprocess.Popen(sys.argv[1:], env=given)
     while script.poll() is None:
-        _serve(server, descriptor)
+        _answer_launcher(server, descriptor)
     if script.returncode < 0:  # killed by a signal, which the result must show
         os.kill(os.getpid(), -script.returncode)
     return script.returncode if script.returncode >= 0 else 128 - script.returncode

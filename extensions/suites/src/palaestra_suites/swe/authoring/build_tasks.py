@@ -176,7 +176,7 @@ class _Builder:
                     repository = await self._searched(trial, repository)
                 return repository.package, await self._rows(trial, repository)
         except (InfraError, ConfigError) as problem:
-            self._note(f"{package.name}=={package.version}: {problem}", problem)
+            self._note_problem(f"{package.name}=={package.version}: {problem}", problem)
             return package, []
 
     async def _repository(self, package: PinnedPackage) -> Repository:
@@ -230,12 +230,12 @@ class _Builder:
         async with self._running:
             base = await trial.run(tests, timeout_s=BASE_TIMEOUT_S)
 
-        async def one(mutation: PinnedMutation) -> Mapping[str, JSON] | None:
+        async def build_row(mutation: PinnedMutation) -> Mapping[str, JSON] | None:
             async with self._running:
                 try:
                     row = await make_row(trial, repository, mutation, base)
                 except (TaskError, GraderError) as problem:
-                    self._note(f"{repository.package.name}: {problem}", problem)
+                    self._note_problem(f"{repository.package.name}: {problem}", problem)
                     return None
             if len(row["FAIL_TO_PASS"]) != mutation.fail_to_pass:
                 self._progress(
@@ -245,10 +245,10 @@ class _Builder:
             return row
 
         async with asyncio.TaskGroup() as group:
-            jobs = [group.create_task(one(mutation)) for mutation in mutations]
+            jobs = [group.create_task(build_row(mutation)) for mutation in mutations]
         return [row for job in jobs if (row := job.result()) is not None]
 
-    def _note(self, line: str, problem: Exception) -> None:
+    def _note_problem(self, line: str, problem: Exception) -> None:
         self.problems.append(line)
         self.failures.append(problem)
         self._progress(line)

@@ -739,14 +739,14 @@ def _help_of(line: CommandLine[BaseModel, BaseModel], name: str) -> str:
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
     """Return every value with its source, one per line: `env.seed = 4 # command line`. Settings with an own name come
     first, by that name."""
-    rows = sorted(_rows("env", env), key=lambda row: row[0].startswith("env."))
+    rows = sorted(_setting_rows("env", env), key=lambda row: row[0].startswith("env."))
     for index, server in enumerate(servers):
-        rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
+        rows += _setting_rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
     width = min(max(len(left) for left, _ in rows), 70)
     return "".join(f"{left:<{width}}  # {source}\n" for left, source in rows)
 
 
-def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
+def _setting_rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
     for name, source in config.sources.items():
         own = _own_name(f"{group}.{name}")
         shown = f"{own or f'{group}.{name}'} = {_shown(name, getattr(config.value, name))}"

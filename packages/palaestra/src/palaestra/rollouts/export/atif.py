@@ -294,7 +294,7 @@ class _Steps:
     def _part(self, part: JSON) -> AtifPart:
         if (text := part_text(part)) is not None:
             return AtifPart(type="text", text=text)
-        if (source := _image(part)) is not None:
+        if (source := _image_source(part)) is not None:
             return AtifPart(type="image", source=source)
         self.remarks.add(f"without a message part of the kind {part_kind(part)!r}")
         return AtifPart(type="text", text=f"[{part_kind(part)}]")
@@ -308,7 +308,7 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
     return AtifToolCall(tool_call_id=call.id, function_name=call.name, arguments=parsed or {}, extra=_ours(kept))
 
 
-def _image(part: JSON) -> AtifSource | None:
+def _image_source(part: JSON) -> AtifSource | None:
     """Return the location of an image; None if its address does not show a supported type, or if the image has further
     settings, such as `detail`."""
     link = part.get("image_url") if isinstance(part, Mapping) else None

@@ -415,7 +415,7 @@ class RunReader:
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
         )
-        refused = self._refused()
+        refused = self._refused_counts()
         status.planned += sum(refused)
         lacking = [*(self._lacking(groups) for groups in by_task.values()), *refused]
         self._average(status, [*tasks, *([] for _ in refused)], lacking)
@@ -517,7 +517,7 @@ class RunReader:
             tasks[self._task_ids.get(name) or name].append(name)
         return tasks
 
-    def _refused(self) -> list[int]:
+    def _refused_counts(self) -> list[int]:
         """Return the number of rollouts of each task that the environment of an evaluation refused, which the metrics
         of an ended run have."""
         if not self._ended or self._status.kind != "eval":

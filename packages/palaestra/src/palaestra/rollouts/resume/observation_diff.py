@@ -78,7 +78,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
     was, now = _masked(was, shapes), _masked(now, shapes)
     if was == now:
         return next(kind for kind, shape in _SHAPES.items() if shape.findall(recorded) != shape.findall(replayed))
-    if sorted(was.splitlines()) == sorted(now.splitlines()) or sorted(_words(was)) == sorted(_words(now)):
+    if sorted(was.splitlines()) == sorted(now.splitlines()) or sorted(_bare_words(was)) == sorted(_bare_words(now)):
         return Kind.ORDER
     # Numbers and words may be results of the work. They count as ids, times or random only if a call asks for such.
     for kind, (hint, varying) in _HINTS.items():
@@ -105,24 +105,24 @@ def _masked(text: str, shapes: Sequence[re.Pattern[str]]) -> str:
     return re.sub(r"[ \t]+", " ", text)  # columns are padded to the width of their content
 
 
-def _words(text: str) -> list[str]:
+def _bare_words(text: str) -> list[str]:
     return [word.strip(",;[](){}") for word in text.split()]
 
 
 def _text(content: str) -> str:
     """Return the strings of a tool's reply, one per line."""
-    reply = _decoded(content)
+    reply = _json_reply(content)
     return content.replace("\\n", "\n") if reply is None else "\n".join(_strings(reply))
 
 
 def _numbers(content: str) -> JSON:
     """Return a tool's reply without its strings, or only its exit codes if the reply is not JSON. Any difference here
     is `other`."""
-    reply = _decoded(content)
+    reply = _json_reply(content)
     return _CODE.findall(content) if reply is None else _without_strings(reply)
 
 
-def _decoded(content: str) -> JSON:
+def _json_reply(content: str) -> JSON:
     try:
         reply = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

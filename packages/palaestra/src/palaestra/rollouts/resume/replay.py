@@ -171,7 +171,7 @@ class Comparison:
             if first:
                 self.differences.append(difference)
             first = False
-        self._end(recorded, replayed)
+        self._compare_ends(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
         """Yield all differences. Sub-agents come first, since the agent that started them got its answer later."""
@@ -193,7 +193,7 @@ class Comparison:
                 asked.append(call)
                 continue
             if message.get("content") == NOT_FINISHED or place not in now:
-                continue  # the model never read it, or the replay ended before it, which `_end` reports
+                continue  # the model never read it, or the replay ended before it, which `_compare_ends` reports
             was, is_now = _content(message), _content(now[place])
             self.observations += turn > 0
             if was == is_now:
@@ -202,7 +202,7 @@ class Comparison:
             kind = classify(was, is_now, "\n".join(asked)) if turn else Kind.OTHER
             yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
 
-    def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
+    def _compare_ends(self, recorded: Trajectory, replayed: Trajectory) -> None:
         """Compare rewards and endings, unless the recorded rollout has no reward."""
         if recorded.reward is None:
             self.not_recorded += 1

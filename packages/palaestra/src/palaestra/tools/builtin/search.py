@@ -116,7 +116,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     if mode == "count":
         page = _page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
-    return await _lines(slot, query, counts, others, arguments)
+    return await _matching_lines(slot, query, counts, others, arguments)
 
 
 async def _counted(slot: Slot, query: SearchQuery) -> tuple[dict[str, int], Set[str]]:
@@ -144,7 +144,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
     return kept
 
 
-async def _lines(
+async def _matching_lines(
     slot: Slot, query: SearchQuery, counts: Mapping[str, int], others: Set[str], arguments: Mapping[str, JSON]
 ) -> ToolReply:
     """Return the page of matching lines. Only the files with lines on this page are searched again; `others` are not in
@@ -290,7 +290,7 @@ async def list_folders(slot: Slot, root: str, timeout_s: float) -> list[str]:
 async def _list_paths(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", *kinds, "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
-    _check(result)
+    _check_result(result)
     return sorted(_shown(path) for path in result.output.split("\0")[:-1])
 
 
@@ -345,7 +345,7 @@ def _regexp(engine: str | None, query: SearchQuery) -> list[str]:
 
 async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
     result = await _run_search(slot, argv, query)
-    _check(result)
+    _check_result(result)
     return result
 
 
@@ -357,7 +357,7 @@ async def _run_search(
     return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=most_bytes)
 
 
-def _check(result: ExecutionResult) -> None:
+def _check_result(result: ExecutionResult) -> None:
     if result.metadata.get("timeout"):
         raise ToolMistake("The search took too long and was stopped. Narrow it with path or file_glob.")
     if result.metadata.get("truncated"):

@@ -404,9 +404,9 @@ class Connection:
             return (self._client and self._client.session.protocol_version) or ""
 
         async with transport as (reading, writing):
-            yield _Reading(reading, version, self._drop, self._http_errors), writing
+            yield _Reading(reading, version, self._warn_left_out, self._http_errors), writing
 
-    def _drop(self, tool: str, problem: str) -> None:
+    def _warn_left_out(self, tool: str, problem: str) -> None:
         self._warn_once(f"leaves out the tool {one_line(tool, 80)!r}, whose definition is invalid: {problem}")
 
     def _warn_once(self, what: str) -> None:

@@ -87,7 +87,7 @@ def parse_patch(patch: str) -> list[FileChange]:
             _take_line(changes, line)
         except PatchError as error:
             raise PatchError(f"Patch line {number}: {error}") from None
-    _check(changes)
+    _check_changes(changes)
     return changes
 
 
@@ -156,7 +156,7 @@ def _anchor(line: str) -> str:
     return text.removesuffix("@@").strip()
 
 
-def _check(changes: Sequence[FileChange]) -> None:
+def _check_changes(changes: Sequence[FileChange]) -> None:
     if not changes:
         raise PatchError("The patch changes no file")
     touched: set[str] = set()

@@ -136,7 +136,7 @@ class _InputReader:
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, kind, param)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = content_parts(item.get("output"), f"{param}.output", self._features, _image)
+            output = content_parts(item.get("output"), f"{param}.output", self._features, _content_part)
             call_id = text_field(item, "call_id", param)
             self._messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
@@ -152,7 +152,7 @@ class _InputReader:
 
     def _message(self, item: Mapping[str, JSON], param: str) -> None:
         role = item.get("role")
-        content = content_parts(item.get("content"), f"{param}.content", self._features, _image)
+        content = content_parts(item.get("content"), f"{param}.content", self._features, _content_part)
         if role == "assistant":
             self._assistant()
             self._texts.setdefault(len(self._messages) - 1, []).append(str(content))
@@ -192,7 +192,7 @@ class _InputReader:
         return self._messages[-1]
 
 
-def _image(part: Mapping[str, JSON], param: str) -> JSON:
+def _content_part(part: Mapping[str, JSON], param: str) -> JSON:
     if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):

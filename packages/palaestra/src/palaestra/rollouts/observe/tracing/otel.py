@@ -154,7 +154,7 @@ class Spans:
         spans = self._open.get(name, [])
         for place in reversed(range(len(spans))):
             if spans[place][0] == stage:
-                _end(spans.pop(place)[1], error)
+                _end_span(spans.pop(place)[1], error)
                 return
 
     def _on_graded(self, event: Graded) -> None:
@@ -175,7 +175,7 @@ class Spans:
     def _close(self, name: str, error: str = "") -> None:
         for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
             # The outermost span is that of the group or rollout. The inner ones were only cut short by its end.
-            _end(span, error if place == 0 else "")
+            _end_span(span, error if place == 0 else "")
 
     def _context(self, name: str) -> Context:
         """Return the context in which a span of this group or rollout opens."""
@@ -255,7 +255,7 @@ class Spans:
             span.set_attribute("gen_ai.output.messages", messages_text(said, reason))
 
 
-def _end(span: Span, error: str = "") -> None:
+def _end_span(span: Span, error: str = "") -> None:
     if error:
         failed(span, error)
     span.end()

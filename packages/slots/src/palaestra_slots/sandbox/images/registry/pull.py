@@ -118,7 +118,7 @@ class Pull:
         total = sum(blob.size for blob in blobs)
         places = asyncio.Semaphore(_CONCURRENT)
 
-        async def one(blob: Blob) -> None:
+        async def pull_blob(blob: Blob) -> None:
             def arrived(count: int) -> None:
                 done[blob.digest] = count
                 progress(sum(done.values()), total)
@@ -132,7 +132,7 @@ class Pull:
         try:
             async with asyncio.TaskGroup() as group:
                 for blob in missing:
-                    group.create_task(one(blob))
+                    group.create_task(pull_blob(blob))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 

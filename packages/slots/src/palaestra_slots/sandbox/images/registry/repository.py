@@ -77,7 +77,7 @@ class ImageRepository:
         """Return the bytes of a manifest or an index and its type. A digest as `reference` is verified. Raises
         `PullError`, and `TransientFailure` for a failure that may pass."""
         async with self._reply(f"manifests/{reference}", {"Accept": _ACCEPT}) as reply:
-            self._check(reply, 200)
+            self._check_status(reply, 200)
             data = await _read(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
         digest = manifests.digest_of(data)
         header = reply.headers.get("Docker-Content-Digest", digest)
@@ -102,7 +102,7 @@ class ImageRepository:
                 yield reply.content, start
                 return
             if not (start and reply.status == 416):  # a registry that has fewer bytes than came before
-                self._check(reply, 200)
+                self._check_status(reply, 200)
                 yield reply.content, 0
                 return
         async with self.blob(digest, 0) as whole:
@@ -174,11 +174,11 @@ class ImageRepository:
         """Return the header that answers a challenge. Raises `PullError` if the user has no credentials for it."""
         basic = self._access.credentials.of(self._image.host)
         if challenge is None:
-            raise self._refused(401, "")
+            raise self._access_error(401, "")
         if challenge.scheme == "basic":
             # The registry has just refused these credentials.
             if basic is None or self._authorization == basic:
-                raise self._refused(401, "")
+                raise self._access_error(401, "")
             return basic
         try:
             realm = URL(challenge.realm)
@@ -195,8 +195,8 @@ class ImageRepository:
         reply = await self._send(query, {}, basic)
         try:
             if reply.status in (400, 401, 403, 404):
-                raise self._refused(reply.status, f" by {_shown(realm)}")
-            self._check(reply, 200)
+                raise self._access_error(reply.status, f" by {_shown(realm)}")
+            self._check_status(reply, 200)
             token = token_of(await _read(reply, _MAX_REPLY_BYTES, "the token"))
         except ValueError as error:
             if isinstance(error, PullError):
@@ -208,12 +208,12 @@ class ImageRepository:
             reply.close()
         return f"Bearer {token}"
 
-    def _check(self, reply: aiohttp.ClientResponse, wanted: int) -> None:
+    def _check_status(self, reply: aiohttp.ClientResponse, wanted: int) -> None:
         """Raise `TransientFailure` or `PullError` if a reply has another status than the wanted one."""
         if reply.status == wanted:
             return
         if reply.status in (401, 403):
-            raise self._refused(reply.status, "")
+            raise self._access_error(reply.status, "")
         if reply.status == 404:
             raise PullError(f"{self._image} is not in the registry, or part of it is missing (HTTP 404)")
         hint = (
@@ -226,7 +226,7 @@ class ImageRepository:
             raise TransientFailure(problem, retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall()))
         raise problem
 
-    def _refused(self, status: int, where: str) -> PullError:
+    def _access_error(self, status: int, where: str) -> PullError:
         hint = self._access.credentials.hint(self._image.host)
         return PullError(
             f"{self._image}: access was refused{where} (HTTP {status}). Either there is no such image, or it needs "

@@ -352,7 +352,7 @@ class NamespaceInit:
             self._taken = self.user_namespaces.take()
         network = self.networks.take() if self.networks is not None else None
         try:
-            return self._spawn(control, network)
+            return self._start_init(control, network)
         except BaseException:
             self._give_back()
             raise
@@ -360,7 +360,7 @@ class NamespaceInit:
             if network is not None:
                 os.close(network)
 
-    def _spawn(self, control: socket.socket, network: int | None) -> int:
+    def _start_init(self, control: socket.socket, network: int | None) -> int:
         steps = (*self._enter(network is None), _confinement(self.user_namespaces is None, self.limits))
         listed = memory_file(native_init.encode_steps(steps))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}

@@ -48,7 +48,7 @@ class BridgeExchange:
             door.close()
             raise
         self._offers[group] = door, bridge
-        self._loop.watch(door.fileno(), lambda: _answer(door, bridge))
+        self._loop.watch(door.fileno(), lambda: _send_bridge(door, bridge))
 
     def withdraw(self, group: str) -> None:
         """End an offer. Does nothing if this server offers no such bridge."""
@@ -70,13 +70,13 @@ class BridgeExchange:
                 return None
             except ConnectionRefusedError:  # a second network would keep the slots of the group apart
                 raise OSError(errno.ECONNREFUSED, _ENDED) from None
-            self._wait(asking)
+            self._wait_for_answer(asking)
             _, bridges = pipes.receive(asking, 1, 1)
         if not bridges:
             raise OSError(errno.ECONNRESET, _ENDED)
         return bridges[0]
 
-    def _wait(self, asking: socket.socket) -> None:
+    def _wait_for_answer(self, asking: socket.socket) -> None:
         """Wait for an answer, and answer the others meanwhile. Raises TimeoutError."""
         offers = {door.fileno(): (door, bridge) for door, bridge in self._offers.values()}
         poll = select.poll()
@@ -88,14 +88,14 @@ class BridgeExchange:
             if asking.fileno() in ready:
                 return
             for fd in ready:
-                _answer(*offers[fd])
+                _send_bridge(*offers[fd])
         raise TimeoutError(errno.ETIMEDOUT, "the slot server with the group's network does not answer")
 
     def _socket_path(self, group: str) -> str:
         return f"{self._folder}/{hashlib.sha256(group.encode()).hexdigest()[:32]}"
 
 
-def _answer(door: socket.socket, bridge: int) -> None:
+def _send_bridge(door: socket.socket, bridge: int) -> None:
     """Send the bridge to a server that has connected."""
     with contextlib.suppress(OSError), door.accept()[0] as asked:  # which may have ended
         socket.send_fds(asked, [b"b"], [bridge])

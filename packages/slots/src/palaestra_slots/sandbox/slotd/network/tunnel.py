@@ -185,19 +185,19 @@ class Tunnel:
         flow = self._flows.get(key)
         # The slot uses a port again before the old connection was forgotten.
         if flow is not None and flow.ended and flags & _SYN:
-            self._drop(flow)
+            self._drop_flow(flow)
             flow = None
         if flow is not None:
             # The slot repeats its SYN while the outside connects. The flow keeps the first one, so these are dropped.
             if flow.outside is not None or flow.ended:
                 self._send(_rewritten(packet, head, flow.inward))
         elif flags & (_SYN | _ACK | _RST) == _SYN:
-            self._open(version, packet, key)
+            self._open_flow(version, packet, key)
         # A reset is never answered by a reset (RFC 9293, 3.10.7.1).
         elif not flags & _RST:
             self._send(_reset(version, head, packet))
 
-    def _open(self, version: int, packet: bytes, key: bytes) -> None:
+    def _open_flow(self, version: int, packet: bytes, key: bytes) -> None:
         if self._live >= self.most or len(self._flows) >= _MOST_FLOWS:
             self._send(_reset(version, _head(version, packet), packet))
             return
@@ -212,21 +212,21 @@ class Tunnel:
         )
         self._flows[key] = self._by_port[port] = flow
         self._live += 1
-        self._run(self._serve(flow, version))
+        self._run(self._serve_flow(flow, version))
 
     def _run(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, flow: _Flow, version: int) -> None:
+    async def _serve_flow(self, flow: _Flow, version: int) -> None:
         head = _head(version, flow.syn)
         size = len(SLOT[version].packed)
         address, port = ipaddress.ip_address(flow.key[size : 2 * size]), _PORTS.unpack(flow.key[-4:])[1]
         try:
             flow.outside = await self._connect(address, port)
         except (OSError, TimeoutError):
-            self._drop(flow)
+            self._drop_flow(flow)
             self._send(_reset(version, head, flow.syn))
             return
         try:
@@ -234,7 +234,7 @@ class Tunnel:
             async with asyncio.timeout(_ACCEPT_S):
                 await flow.accepted.wait()
         except TimeoutError:
-            self._drop(flow)
+            self._drop_flow(flow)
         except asyncio.CancelledError:
             flow.outside[1].close()
             raise
@@ -287,16 +287,16 @@ class Tunnel:
             self._tasks.discard(task)
             writer.close()
             far_writer.close()
-            self._end(flow)
+            self._end_flow(flow)
             # The slot's kernel still exchanges the last packets.
-            asyncio.get_running_loop().call_later(_LINGER_S, self._drop, flow)
+            asyncio.get_running_loop().call_later(_LINGER_S, self._drop_flow, flow)
 
-    def _end(self, flow: _Flow) -> None:
+    def _end_flow(self, flow: _Flow) -> None:
         self._live -= not flow.ended
         flow.ended = True
 
-    def _drop(self, flow: _Flow) -> None:
-        self._end(flow)
+    def _drop_flow(self, flow: _Flow) -> None:
+        self._end_flow(flow)
         # A new connection may have the same addresses and ports by now.
         if self._flows.get(flow.key) is flow:
             del self._flows[flow.key]

@@ -33,7 +33,7 @@ _UP_WITHOUT_NEIGHBOURS, _RTF_UP, _RTF_GATEWAY = 1 | 1 << 7, 1, 2
 def usable(root: str) -> bool:
     """Return whether this process may open the device file below the host's root."""
     try:
-        os.close(_open(root))
+        os.close(_open_tun(root))
     except OSError:
         return False
     return True
@@ -54,7 +54,7 @@ def versions() -> list[int]:
 def make(root: str, wanted: Sequence[int]) -> list[int]:
     """Make the device in the network namespace of this process. Returns its descriptor, followed for each version by a
     listening socket on which the tunnel terminates connections. Raises OSError."""
-    fds = [_open(root)]
+    fds = [_open_tun(root)]
     fcntl.ioctl(fds[0], _TUNSETIFF, struct.pack("16sH22x", _NAME, _IFF_TUN | _IFF_NO_PI))
     for version in wanted:
         _configure(version)
@@ -67,7 +67,7 @@ def make(root: str, wanted: Sequence[int]) -> list[int]:
     return fds
 
 
-def _open(root: str) -> int:
+def _open_tun(root: str) -> int:
     return os.open(f"{root}/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

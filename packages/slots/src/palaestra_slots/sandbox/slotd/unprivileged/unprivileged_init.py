@@ -292,14 +292,14 @@ class Init:
                 data = file.read()
             order, command, number = init_messages.decode_order(data)
         if order is Order.SPAWN:
-            self._spawn(init_messages.decode_spawn(data), fds)
+            self._spawn_command(init_messages.decode_spawn(data), fds)
         elif order is Order.KILL:
             self._kill(command, init_messages.decode_moment(data), number)
         else:
             self._signal(command, number)
         return True
 
-    def _spawn(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
+    def _spawn_command(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
         said: InitReport | None = None
         try:
             started = time.clock_gettime(time.CLOCK_BOOTTIME)
