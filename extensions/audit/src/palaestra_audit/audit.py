@@ -339,7 +339,7 @@ def _add_duplicates(
     `solved` has the solution and the answer of each task, `others` the prompts of another file by their places. If a
     user asks later (`asked_later`), tasks begin alike, and differ in what the user knows."""
     by_id = {each.id: each for each in audit.tasks}
-    texts = {task.id: _text(task) for task in tasks if task.id in by_id}
+    texts = {task.id: _prompt_text(task) for task in tasks if task.id in by_id}
     for name in texts:
         by_id[name].findings = [each for each in by_id[name].findings if each.kind is not Kind.DUPLICATE]
     first_of: dict[str, str] = {}
@@ -349,7 +349,7 @@ def _add_duplicates(
         right = [solved.get(task.id), task.answer, task.data]
         if not asked_later and right[0]:
             right = right[:1]
-        key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
+        key = (" ".join(_prompt_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
@@ -387,7 +387,7 @@ def _plain(value: JSON) -> str:
         return repr(value)
 
 
-def _text(task: Task) -> str:
+def _prompt_text(task: Task) -> str:
     return "\n".join(str(each.get("content")) for each in task.messages())
 
 

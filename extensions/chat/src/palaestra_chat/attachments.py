@@ -113,7 +113,7 @@ def with_files(text: str, *, piped: str = "") -> JSON:
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)
     for path in named:
-        data = _read(path)
+        data = _read_attachment(path)
         if (kind := image_type(data)) is not None:
             parts.append(image_part(data, kind))
         elif path.suffix.lower() in _IMAGE_SUFFIXES:
@@ -125,7 +125,7 @@ def with_files(text: str, *, piped: str = "") -> JSON:
     return [{"type": "text", "text": text}, *parts] if parts else text
 
 
-def _read(path: Path) -> bytes:
+def _read_attachment(path: Path) -> bytes:
     """Return the content of a file. Raises `ConfigError` if it is too large for its type."""
     try:
         with open(path, "rb") as file:

@@ -220,14 +220,14 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             code = await asyncio.shield(process.wait())
         if _largest_size(out, err) > MAX_OUTPUT_BYTES:
             return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
-        return _hook_answer(code, _text(out), _text(err), str(event["tool_name"]))
+        return _hook_answer(code, _output_text(out), _output_text(err), str(event["tool_name"]))
 
 
 def _largest_size(*files: IO[bytes]) -> int:
     return max(os.fstat(file.fileno()).st_size for file in files)
 
 
-def _text(file: IO[bytes]) -> str:
+def _output_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
 

@@ -202,14 +202,14 @@ def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | N
     last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))
     for event in latest[:last_started]:
         if event["Type"] in _NEVER_RUNS:
-            return f"{event['Type']}: {_text(event)}"
+            return f"{event['Type']}: {_event_text(event)}"
     if state.get("Failed") or int(state.get("Restarts") or 0) - restarts_before >= 2:
         ended = next((event for event in latest if event["Type"] == "Terminated"), None)
-        return f"it ends as soon as it has started ({_text(ended) if ended is not None else 'no reason given'})"
+        return f"it ends as soon as it has started ({_event_text(ended) if ended is not None else 'no reason given'})"
     return None
 
 
-def _text(event: Mapping[str, JSON]) -> str:
+def _event_text(event: Mapping[str, JSON]) -> str:
     return str(event.get("DisplayMessage") or event.get("DriverError") or event.get("Message") or "no reason given")
 
 

@@ -27,7 +27,7 @@ class Endings:
         self._file: FileIO | None = None
         self.recovered = 0
         if file is not None:
-            self._read(file)
+            self._read_ended(file)
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._rewrite(file)
 
@@ -69,7 +69,7 @@ class Endings:
                 fresh.write(_line(sandbox_id, key, why))
         self._file, self._lines = file.open("ab", buffering=0), len(self._known)
 
-    def _read(self, file: Path) -> None:
+    def _read_ended(self, file: Path) -> None:
         try:
             lines = file.read_bytes().splitlines()
         except FileNotFoundError:

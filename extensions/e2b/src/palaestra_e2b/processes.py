@@ -160,7 +160,7 @@ class ProcessTable:
             loop = asyncio.get_running_loop()
             hosted.deadline = loop.call_later(wanted.timeout_s, lambda: loop.create_task(self._on_deadline(hosted)))
         if self._still is None:
-            self._read(hosted)
+            self._start_reading(hosted)
         return hosted
 
     def find(self, selector: Mapping[str, JSON]) -> HostedProcess:
@@ -203,7 +203,7 @@ class ProcessTable:
         self._still = None
         for hosted in self.all():
             hosted.failure = None
-            self._read(hosted)
+            self._start_reading(hosted)
 
     async def aclose(self, error: ApiError | RpcError) -> None:
         """Forget all processes, whose slot is about to end."""
@@ -215,7 +215,7 @@ class ProcessTable:
         with contextlib.suppress(PalaestraError, ProcessLookupError):
             await hosted.process.kill()
 
-    def _read(self, hosted: HostedProcess) -> None:
+    def _start_reading(self, hosted: HostedProcess) -> None:
         hosted.reading = asyncio.get_running_loop().create_task(self._run(hosted))
 
     async def _run(self, hosted: HostedProcess) -> None:

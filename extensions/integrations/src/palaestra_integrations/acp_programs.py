@@ -320,7 +320,7 @@ class _Client:
                 case "session/request_permission":
                     return {"outcome": self._permission(params)}
                 case "fs/read_text_file":
-                    return {"content": await self._read(ReadTextFileRequest.model_validate(params))}
+                    return {"content": await self._read_text_file(ReadTextFileRequest.model_validate(params))}
                 case "fs/write_text_file":
                     return await self._write(WriteTextFileRequest.model_validate(params))
         except InfraError as error:
@@ -347,7 +347,7 @@ class _Client:
                     return {"outcome": "selected", "optionId": option["optionId"]}
         return {"outcome": "cancelled"}
 
-    async def _read(self, request: ReadTextFileRequest) -> str:
+    async def _read_text_file(self, request: ReadTextFileRequest) -> str:
         self._lines.add("reads", request.path)
         text = (await self._slot.read_bytes(request.path, max_bytes=MESSAGE_BYTES)).decode(errors="replace")
         if request.line is None and request.limit is None:

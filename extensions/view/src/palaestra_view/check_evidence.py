@@ -51,7 +51,7 @@ def listed_tests(detail: JSON, under: str = "") -> Iterator[ListedTest]:
             yield from _of_list(value, "failed" if name.lower() in _NOT_PASSED else word)
         elif isinstance(value, bool) and under:
             yield ListedTest(name, "passed" if value else "failed")
-        elif (text := _text(value)) is not None and under:
+        elif (text := _recorded_text(value)) is not None and under:
             if text.lower() in _STATUS:
                 yield ListedTest(name, _STATUS[text.lower()])
             elif failures:
@@ -77,10 +77,10 @@ def _of_list(values: Sequence[JSON], word: str | None) -> Iterator[ListedTest]:
 
 
 def _test_output(value: Mapping[str, JSON]) -> str | None:
-    return next((text for key in _OUTPUTS if (text := _text(value.get(key))) is not None), None)
+    return next((text for key in _OUTPUTS if (text := _recorded_text(value.get(key))) is not None), None)
 
 
-def _text(value: JSON) -> str | None:
+def _recorded_text(value: JSON) -> str | None:
     """Return a text of a record, or the beginning and the end of one that is cut; None for other values."""
     if isinstance(value, Mapping) and CUT in value:
         return f"{value['head']}\n{value['tail']}"
@@ -113,7 +113,7 @@ def _number(name: str, *found: Mapping[str, JSON]) -> int | None:
 
 def breaks(detail: Mapping[str, JSON]) -> str:
     """Return the gist of an error with which the check failed over the work; empty if there is none."""
-    return gist(next((text for name in _BREAKS if (text := _text(detail.get(name)))), ""))
+    return gist(next((text for name in _BREAKS if (text := _recorded_text(detail.get(name)))), ""))
 
 
 def gist(output: str) -> str:

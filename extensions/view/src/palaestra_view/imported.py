@@ -102,7 +102,7 @@ class _Writer:
         )
         self._add(started)
         self._file.flush()
-        self._events = self._read()
+        self._events = self._read_events()
 
     def write(self, seconds: float) -> bool:
         """Write for about `seconds`, and return whether the journal is complete."""
@@ -134,7 +134,7 @@ class _Writer:
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _read(self) -> Iterator[AnyJournalEvent | bytes]:
+    def _read_events(self) -> Iterator[AnyJournalEvent | bytes]:
         """Yield the events. Raises `ConfigError` if no rollout can be read."""
         groups, problem, count = _Groups(), "", 0
         for each in self.source.rollouts():

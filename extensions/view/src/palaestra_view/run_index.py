@@ -378,7 +378,7 @@ class RunIndex:
         """Return the whole record of a finished rollout, or None."""
         with self._lock:
             found = self._db.execute("SELECT place FROM graded WHERE id = ?", [rollout_id]).fetchone()
-        return None if found is None else with_grade(self._read(found[0], _ended).trajectory, self.grades)
+        return None if found is None else with_grade(self._read_event(found[0], _ended).trajectory, self.grades)
 
     def attempts(self, rollout_id: str) -> list[dict[str, JSON]]:
         """Return outcome and error of each discarded attempt at a rollout."""
@@ -391,7 +391,7 @@ class RunIndex:
         with self._lock:
             places = self._db.execute("SELECT place FROM turns WHERE rollout = ? ORDER BY place", [rollout_id])
             found = [each for (each,) in places]
-        return [self._read(place, _turn) for place in found]
+        return [self._read_event(place, _turn) for place in found]
 
     def states(self, rollout_id: str) -> Iterator[tuple[int, JSON]]:
         """Yield the environment's state of a rollout with the number of each turn that changed it; 0 is the state in
@@ -401,13 +401,13 @@ class RunIndex:
                 "SELECT turn, place FROM states WHERE rollout = ? ORDER BY turn", [rollout_id]
             ).fetchall()
         for turn, place in found:
-            yield turn, self._read(place, _turn).state
+            yield turn, self._read_event(place, _turn).state
 
     def group(self, group_id: str) -> GroupStarted | None:
         """Return the event that started a group, which has its tools; None if there is none."""
         with self._lock:
             found = self._db.execute("SELECT place FROM groups WHERE group_id = ?", [group_id]).fetchone()
-        return None if found is None else self._read(found[0], _started)
+        return None if found is None else self._read_event(found[0], _started)
 
     def put_marks(self, marks: Iterable[tuple[str, str, str]]) -> None:
         """Replace what people have said about rollouts: the rollout's id, the kind (`tag`, `verdict` or `note`) and the
@@ -444,7 +444,7 @@ class RunIndex:
         with self._lock:
             return self._db.execute("SELECT id, place, size FROM graded ORDER BY place").fetchall()
 
-    def _read(self, place: int, decoder: msgspec.json.Decoder[_EventT]) -> _EventT:
+    def _read_event(self, place: int, decoder: msgspec.json.Decoder[_EventT]) -> _EventT:
         with open_regular(self.path) as file:
             file.seek(place)
             line = file.readline()
@@ -645,7 +645,7 @@ class _Slice:
         values = (
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
-            any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
+            any(label.certain for label in one.labels), json.dumps(one.metrics), _preview(one.detail.category),
             one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens,
             whole_cost(one.cost, one.metrics),
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
@@ -760,12 +760,12 @@ def _first_text(messages: Iterable[msgspec.Raw], role: bytes) -> str:
             message = _message.decode(raw)
         except UNREADABLE:
             continue
-        if bytes(message.role) == role and (text := _text(message.content)).strip():
+        if bytes(message.role) == role and (text := _preview(message.content)).strip():
             return text
     return ""
 
 
-def _text(raw: msgspec.Raw) -> str:
+def _preview(raw: msgspec.Raw) -> str:
     """Return the beginning of a text in JSON, in one line. The content of a message may be a list of parts."""
     value = json.loads(bytes(raw).decode("utf-8", "replace") or '""')
     if isinstance(value, list):

@@ -106,14 +106,14 @@ class FurtherCallsPolicy(OraclePolicy):
         if turn == acts:
             return self._calls
         steps = solution_steps(context.task)
-        return super().act(context, messages) if turn < acts else _text(steps, turn - 1)
+        return super().act(context, messages) if turn < acts else _reply_text(steps, turn - 1)
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
         assert context.task is not None
         return turns_taken(context, messages) > len(solution_steps(context.task))
 
 
-def _text(steps: Sequence[ToolStep | Say | str], turn: int) -> str:
+def _reply_text(steps: Sequence[ToolStep | Say | str], turn: int) -> str:
     step = steps[turn] if turn < len(steps) else "Done."
     return step.text if isinstance(step, Say) else "Done."
 

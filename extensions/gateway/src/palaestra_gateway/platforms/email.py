@@ -134,7 +134,7 @@ class Email:
         if self.notes is not None:
             self._subjects.update(json.loads((await self.notes.read()).get(_SUBJECTS_NOTE, "{}")))
         client = await self._mailbox()
-        self._reading = asyncio.create_task(self._read(client, deliver), name=f"read {self.name}")
+        self._reading = asyncio.create_task(self._read_mailbox(client, deliver), name=f"read {self.name}")
         await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
 
     async def stop(self) -> None:
@@ -145,7 +145,7 @@ class Email:
 
     # Incoming messages
 
-    async def _read(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
+    async def _read_mailbox(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
         """Deliver unread messages until the task is cancelled. Reopen a lost connection."""
         wait_s, open_client = 1.0, client
         try:
@@ -242,7 +242,7 @@ class Email:
         if len(content) > _MOST_BYTES:
             return Incoming(address, message_id, user_id, user_name=name, problem="The e-mail is too large.")
         files = tuple(_attachments(mail))
-        text = _text(mail) or ("" if files else subject)
+        text = _written_text(mail) or ("" if files else subject)
         # An answer in a thread has the subject of the message that it answers.
         about = "" if references or text == subject else subject
         return Incoming(address, message_id, user_id, text, files, name, subject=about)
@@ -401,7 +401,7 @@ def _leaves(part: MIMEPart, *, is_form: bool) -> Iterator[tuple[MIMEPart, bool]]
         yield from _leaves(each, is_form=is_form or part.get_content_subtype() == "alternative")
 
 
-def _text(mail: EmailMessage) -> str:
+def _written_text(mail: EmailMessage) -> str:
     """Return the text that the sender wrote, without a message quoted at its end."""
     text = _body(mail, "plain")
     if not text.strip():  # some programs send an empty text beside the HTML

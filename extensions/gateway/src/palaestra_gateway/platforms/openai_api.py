@@ -111,7 +111,7 @@ class OpenAIServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             body = msgspec.json.decode(await request.read())
-            earlier, text, files = _read(body)
+            earlier, text, files = _read_messages(body)
             session, given_key = _header(request, SESSION), _header(request, "Idempotency-Key")
             user = _user(body)
             if given_key and not session and not user and len(given_key) < _MIN_LONE_KEY:
@@ -272,7 +272,7 @@ def _header(request: web.Request, name: str) -> str:
     return value
 
 
-def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
+def _read_messages(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
     """Return the role and text of each message before the last, then the text and the images of the last message.
     Raises `ConfigError`."""
     messages = body.get("messages") if isinstance(body, dict) else None
@@ -281,11 +281,11 @@ def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
     if messages[-1].get("role") != "user":
         raise ConfigError("the last message must have the role user")
     files: list[Attachment] = []
-    earlier = [(str(each.get("role")), _text(each.get("content"), [])) for each in messages[:-1]]
-    return earlier, _text(messages[-1].get("content"), files), files
+    earlier = [(str(each.get("role")), _content_text(each.get("content"), [])) for each in messages[:-1]]
+    return earlier, _content_text(messages[-1].get("content"), files), files
 
 
-def _text(content: JSON, files: list[Attachment]) -> str:
+def _content_text(content: JSON, files: list[Attachment]) -> str:
     """Return the text of a message's content; its images are added to `files`."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -79,7 +79,7 @@ def _test_name(separator: str, suites: Iterable[str], name: str) -> str:
     return separator.join([*(suite[:_LONGEST_NAME] for suite in suites), name])[:_LONGEST_NAME]
 
 
-def _line_parser(pattern: str, **words: str) -> Parser:
+def _lines(pattern: str, **words: str) -> Parser:
     """A runner that prints one line for each test. Later lines replace earlier ones. `words` maps a status to the words
     that the runner prints for it, separated by commas."""
     compiled = re.compile(pattern)
@@ -93,40 +93,40 @@ def _line_parser(pattern: str, **words: str) -> Parser:
 
 
 LINES: Mapping[str, Parser] = {
-    "gotest": _line_parser(r"--- (?P<status>PASS|FAIL|SKIP): (?P<name>.+) \(\S+\)$",
+    "gotest": _lines(r"--- (?P<status>PASS|FAIL|SKIP): (?P<name>.+) \(\S+\)$",
                      passed="PASS", failed="FAIL", skipped="SKIP"),
-    "cargo": _line_parser(r"test\s+(?P<name>\S+)\s+\.\.\.\s+(?P<status>\w+)$", passed="ok", failed="FAILED"),
-    "jest": _line_parser(r"(?P<status>[✓✕○])\s(?P<name>.+?)(?:\s\(\d+(?:\.\d+)?\s*m?s\))?$",
+    "cargo": _lines(r"test\s+(?P<name>\S+)\s+\.\.\.\s+(?P<status>\w+)$", passed="ok", failed="FAILED"),
+    "jest": _lines(r"(?P<status>[✓✕○])\s(?P<name>.+?)(?:\s\(\d+(?:\.\d+)?\s*m?s\))?$",
                    passed="✓", failed="✕", skipped="○"),
-    "jest_json": _line_parser(r"\[(?P<status>PASSED|FAILED)\]\s(?P<name>.+)$", passed="PASSED", failed="FAILED"),
-    "vitest": _line_parser(r"(?P<status>[✓×↓])\s(?P<name>.+?)(?:\s(?:\d+\s*m?s?|\[skipped\]))?$",
+    "jest_json": _lines(r"\[(?P<status>PASSED|FAILED)\]\s(?P<name>.+)$", passed="PASSED", failed="FAILED"),
+    "vitest": _lines(r"(?P<status>[✓×↓])\s(?P<name>.+?)(?:\s(?:\d+\s*m?s?|\[skipped\]))?$",
                      passed="✓", failed="×", skipped="↓"),
-    "test_files": _line_parser(r"(?P<status>PASS|FAIL)\s(?P<name>.*?)(?:\s\([\d.]+\s?m?s\))?$", passed="PASS", failed="FAIL"),
-    "ant": _line_parser(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL,ERR"),
-    "phpunit_lines": _line_parser(r"(?P<status>[✔✘↩])\s*(?P<name>.*)$", passed="✔", failed="✘", skipped="↩"),
-    "minitest_verbose": _line_parser(r"(?P<name>[^#]+#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
+    "test_files": _lines(r"(?P<status>PASS|FAIL)\s(?P<name>.*?)(?:\s\([\d.]+\s?m?s\))?$", passed="PASS", failed="FAIL"),
+    "ant": _lines(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL,ERR"),
+    "phpunit_lines": _lines(r"(?P<status>[✔✘↩])\s*(?P<name>.*)$", passed="✔", failed="✘", skipped="↩"),
+    "minitest_verbose": _lines(r"(?P<name>[^#]+#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
                                passed=".", failed="F,E", skipped="S"),
-    "cucumber": _line_parser(r"(?P<name>.*) \.+(?P<status>\.|F)", passed=".", failed="F"),
-    "ruby_unit": _line_parser(r"(?:test: )?(?P<name>.+):\s+(?P<status>\.|E\b|F\b|O\b)",
+    "cucumber": _lines(r"(?P<name>.*) \.+(?P<status>\.|F)", passed=".", failed="F"),
+    "ruby_unit": _lines(r"(?:test: )?(?P<name>.+):\s+(?P<status>\.|E\b|F\b|O\b)",
                         passed=".", failed="E,F", skipped="O"),
-    "rspec_transformed_json": _line_parser(r"(?P<name>.+) - (?P<status>passed|failed)", passed="passed", failed="failed"),
-    "jq": _line_parser(r"(?P<status>PASS|FAIL):\s(?P<name>.+)$", passed="PASS", failed="FAIL"),
-    "micropython_test": _line_parser(r"(?P<status>pass|FAIL|skip)\s+(?P<name>.+)$",
+    "rspec_transformed_json": _lines(r"(?P<name>.+) - (?P<status>passed|failed)", passed="passed", failed="failed"),
+    "jq": _lines(r"(?P<status>PASS|FAIL):\s(?P<name>.+)$", passed="PASS", failed="FAIL"),
+    "micropython_test": _lines(r"(?P<status>pass|FAIL|skip)\s+(?P<name>.+)$",
                                passed="pass", failed="FAIL", skipped="skip"),
-    "googletest": _line_parser(r"(?:[^\[]|\[(?!\s*(?:OK|FAILED)))*\[\s*(?P<status>OK|FAILED)\s*\]\s(?P<name>.*)\s\([^()]*\)$",
+    "googletest": _lines(r"(?:[^\[]|\[(?!\s*(?:OK|FAILED)))*\[\s*(?P<status>OK|FAILED)\s*\]\s(?P<name>.*)\s\([^()]*\)$",
                          passed="OK", failed="FAILED"),
-    "ctest": _line_parser(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|"
+    "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|"
                     r"Timeout|Exception|Skipped)\b",
                     passed="Passed", failed="Failed,Not,Timeout,Exception", skipped="Skipped"),
-    "pytest": _line_parser(r"(?P<status>PASSED|FAILED|ERROR|XFAIL) (?P<name>\S+?::\S+|\S+\.py\b\S*).*$",
+    "pytest": _lines(r"(?P<status>PASSED|FAILED|ERROR|XFAIL) (?P<name>\S+?::\S+|\S+\.py\b\S*).*$",
                      passed="PASSED", failed="FAILED", error="ERROR", xfailed="XFAIL"),
     # SWE-bench keeps the description with its leading dash, and so do the names in its rows.
-    "tap": _line_parser(r"(?P<status>ok|not ok) \d+ (?P<name>.+)$", passed="ok", failed="not ok"),
+    "tap": _lines(r"(?P<status>ok|not ok) \d+ (?P<name>.+)$", passed="ok", failed="not ok"),
     # The name of a test that failed is followed by its file.
-    "redis": _line_parser(r"\[(?P<status>ok|(?P<bad>err)|skip|ignore)\]:\s(?P<name>.+?)(?(bad)(?:(?<!\s)\s+in\s+\S+)?)"
+    "redis": _lines(r"\[(?P<status>ok|(?P<bad>err)|skip|ignore)\]:\s(?P<name>.+?)(?(bad)(?:(?<!\s)\s+in\s+\S+)?)"
                     r"(?:\s\(\d+\s*m?s\))?$",
                     passed="ok", failed="err", skipped="skip,ignore"),
-    "swift": _line_parser(r"Test Case '(?P<name>[^']+)'\s+(?P<status>passed|failed|skipped)\b.*$",
+    "swift": _lines(r"Test Case '(?P<name>[^']+)'\s+(?P<status>passed|failed|skipped)\b.*$",
                     passed="passed", failed="failed", skipped="skipped"),
 }  # fmt: skip
 """Parsers that one pattern describes."""

@@ -72,7 +72,7 @@ async def named_folders(name: str, registry: str | None, cache: Path) -> Folders
     file = local_path(registry or ".")
     file = file / REGISTRY if file.is_dir() else file
     if file.is_file():
-        datasets = _read(file)
+        datasets = _read_registry(file)
         if base in datasets:
             if not (tasks := _of_version(base, version, datasets[base])):
                 raise ConfigError(f"the dataset {name} of {file} has no tasks")
@@ -104,7 +104,7 @@ def _name_and_version(name: str) -> tuple[str, str | None]:
     return base, version if at else None
 
 
-def _read(file: Path) -> dict[str, dict[str, list[_Named]]]:
+def _read_registry(file: Path) -> dict[str, dict[str, list[_Named]]]:
     """Return the tasks of a registry by dataset and version. Raises `ConfigError`."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))

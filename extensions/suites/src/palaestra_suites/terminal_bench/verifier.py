@@ -163,8 +163,8 @@ async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool
         rewards: Mapping[str, float] = {"reward": float(passed)}
     else:
         try:
-            of_json = await _read(slot, "reward.json")
-            rewards, in_json = read_rewards(of_json, await _read(slot, "reward.txt")), of_json is not None
+            of_json = await _read_reward(slot, "reward.json")
+            rewards, in_json = read_rewards(of_json, await _read_reward(slot, "reward.txt")), of_json is not None
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
@@ -360,7 +360,7 @@ async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session
     if not alone:
         again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
         await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
-        if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
+        if await _read_reward(slot, "reward.txt") is not None or await _read_reward(slot, "reward.json") is not None:
             evidence = "a process that is not the verifier writes rewards"
             found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     return found
@@ -446,7 +446,7 @@ async def _stdout_tail(slot: Slot) -> str:
     return data.decode("utf-8", "replace")
 
 
-async def _read(slot: Slot, name: str) -> bytes | None:
+async def _read_reward(slot: Slot, name: str) -> bytes | None:
     """Return a reward file, or None if there is none. Raises `GraderError` for anything else than a file."""
     try:
         return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)

@@ -111,7 +111,7 @@ class Skills:
             folder = document.parent
             category = "" if folder.parent == self.folder else folder.parent.name
             try:
-                name, description = read_header(_read(folder, DOCUMENT))
+                name, description = read_header(_read_skill_file(folder, DOCUMENT))
             except (ToolMistake, OSError) as error:
                 _leave_out(document, str(error))
             else:
@@ -130,7 +130,7 @@ class Skills:
     def view(self, name: str, file_path: str = DOCUMENT) -> dict[str, JSON]:
         """Return the text of one file of the skill, and a list of all files of the skill."""
         skill = self.find(name)
-        text = _read(skill.folder, file_path)
+        text = _read_skill_file(skill.folder, file_path)
         return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
 
     def create(self, name: str, content: str, category: str = "") -> None:
@@ -159,7 +159,7 @@ class Skills:
         true, at least once; otherwise, raises `ToolMistake`."""
         with self._changing():
             folder = self._own(name)
-            text = _read(folder, file_path)
+            text = _read_skill_file(folder, file_path)
             count = text.count(old)
             if count == 0 or (count > 1 and not everywhere):
                 raise ToolMistake(
@@ -320,7 +320,7 @@ def _skill_path(folder: Path, file_path: str) -> Path:
     return path
 
 
-def _read(folder: Path, file_path: str) -> str:
+def _read_skill_file(folder: Path, file_path: str) -> str:
     path = _skill_path(folder, file_path)
     if not path.is_file():
         raise ToolMistake(f"The skill has no file {file_path!r}", files=_files(folder))

@@ -121,7 +121,7 @@ async def _recording_key(settings: ToolsetSettings, arguments: Mapping[str, JSON
     if where.startswith(("http://", "https://", "data:")):
         return arguments
     try:
-        data = (await _read(settings, where, run)).data
+        data = (await _read_image(settings, where, run)).data
     except ToolMistake as mistake:
         return {**arguments, "problem": str(mistake)}
     return {**arguments, "sha256": hashlib.sha256(data).hexdigest()}
@@ -132,7 +132,7 @@ async def _load_image(settings: ToolsetSettings, where: str, run: ToolRun) -> Im
     if where.startswith("data:"):
         return _from_data_url(where, most)
     if not where.startswith(("http://", "https://")):
-        return await _read(settings, where, run)
+        return await _read_image(settings, where, run)
     try:
         # One byte more, which shows that a file is too long.
         found = await fetch(where, AddressPolicy(settings.web_allow), max_bytes=most + 1)
@@ -141,7 +141,7 @@ async def _load_image(settings: ToolsetSettings, where: str, run: ToolRun) -> Im
     return _recognised(found.body, most, where)
 
 
-async def _read(settings: ToolsetSettings, path: str, run: ToolRun) -> Image:
+async def _read_image(settings: ToolsetSettings, path: str, run: ToolRun) -> Image:
     slot, most = await run.slot(), settings.vision_max_image_bytes
     path = await in_full(slot, path)
     data = await read_file_bytes(slot, path, await file_info(slot, path), most_bytes=most)

@@ -59,7 +59,7 @@ def convert(file: Path, out: Path) -> ConvertedModel:
         raise ConfigError(f"{out} is not an empty folder: choose another one, or remove it")
     try:
         stated = GGUFReader(file)
-        licence, source = _text(stated, "general.license"), _source(stated)
+        licence, source = _metadata_text(stated, "general.license"), _source(stated)
         with quiet_loading():
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -115,13 +115,13 @@ def _check_tokenizer(folder: Path) -> None:
 def _source(stated: Any) -> str:
     """Return where the file says that its weights come from."""
     return (
-        _text(stated, "general.source.url")
-        or _text(stated, "general.base_model.0.repo_url")
-        or _text(stated, "general.name")
+        _metadata_text(stated, "general.source.url")
+        or _metadata_text(stated, "general.base_model.0.repo_url")
+        or _metadata_text(stated, "general.name")
     )
 
 
-def _text(stated: Any, key: str) -> str:
+def _metadata_text(stated: Any, key: str) -> str:
     """Return a text of the file's metadata as one line that is safe to print, or nothing."""
     field = stated.get_field(key)
     value = field.contents() if field is not None else ""

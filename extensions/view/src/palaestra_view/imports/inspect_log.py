@@ -128,10 +128,10 @@ class InspectArchive:
 
 def facts(data: bytes, path: Path) -> LogFacts:
     """Return the facts about a log in one JSON object."""
-    return _facts(_read(data)[0], path)
+    return _facts(_read_log(data)[0], path)
 
 
-def _read(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
+def _read_log(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
     """Return the head and the samples of a log in one JSON object. Inspect writes NaN for a sample without a score."""
     try:
         head: _Head = msgspec.json.decode(data, type=_Head)
@@ -147,7 +147,7 @@ def _read(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
 
 def read(data: bytes) -> Iterator[Imported | str]:
     """Yield each sample of a log in one JSON object."""
-    head, samples = _read(data)
+    head, samples = _read_log(data)
     headline = _headline(head)
     for number, sample in enumerate(samples, 1):
         try:

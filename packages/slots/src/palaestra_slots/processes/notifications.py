@@ -111,7 +111,7 @@ class Follower:
         while (status := await session.refresh()).running or self._cursor < status.output_total_bytes:
             ends = [end for end in (deadline, check if self._watch.interval_s else None) if end is not None]
             left = min([end - self._clock.monotonic() for end in ends], default=_LONGEST_WAIT_S)
-            await self._read(max(0.0, min(left, _LONGEST_WAIT_S)) if status.running else 0.0)
+            await self._read_output(max(0.0, min(left, _LONGEST_WAIT_S)) if status.running else 0.0)
             if self._watch.interval_s and self._clock.monotonic() >= check:
                 check = self._clock.monotonic() + self._watch.interval_s
                 self._add_progress()
@@ -121,7 +121,7 @@ class Follower:
         self._take("", last=True)
         self._report_exit(status)
 
-    async def _read(self, wait_s: float) -> None:
+    async def _read_output(self, wait_s: float) -> None:
         piece = await self._session.reach().read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             # What comes after a gap does not continue the line before it.

@@ -91,7 +91,7 @@ class SessionTable:
         if self._path is None:
             return []
         running = {slot.slot_id: {each.process_id: each for each in await slot.processes()} for slot in slots}
-        found = [await _recovered(record, running) for record in _read(self._path)]
+        found = [await _recovered(record, running) for record in _read_records(self._path)]
         return [session for session in found if session.id not in self._all]
 
     def of(self, task_id: str | None) -> Iterator[ProcessSession]:
@@ -407,7 +407,7 @@ def _session_record(session: ProcessSession) -> dict[str, JSON]:
     return {**record, "status": asdict(session.status), "watch": watch}
 
 
-def _read(path: Path) -> list[dict[str, JSON]]:
+def _read_records(path: Path) -> list[dict[str, JSON]]:
     """Return the session records of a checkpoint, or [] if there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -126,7 +126,7 @@ class EchoChatServer:
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
     """Return the assistant message for a conversation, by the rules in this module's docstring."""
     asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-    lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
+    lines = _content_text(messages[asked].get("content") if asked >= 0 else "").splitlines()
     steps = [line for line in lines if line.startswith(("call ", "both "))]
     done = sum(message.get("role") == "assistant" for message in messages[asked + 1 :])
     thought = [line.removeprefix("think ") for line in lines if line.startswith("think ")]
@@ -136,7 +136,7 @@ def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
         return {**message, "content": None, "tool_calls": [_call(each, done, n) for n, each in enumerate(calls)]}
     said = [line.removeprefix("say ") for line in lines if line.startswith("say ")]
     last = messages[-1] if messages else {}
-    came = _text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
+    came = _content_text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
     return {**message, "content": "\n".join(said) if said else came}
 
 
@@ -182,7 +182,7 @@ def _truncated_message(message: Mapping[str, JSON], chars: int) -> dict[str, JSO
     return {name: message[name][:chars] for name in ("reasoning_content", "content") if message.get(name)}
 
 
-def _text(content: JSON) -> str:
+def _content_text(content: JSON) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))

@@ -149,7 +149,8 @@ def _happens(failure: FailedTest) -> str:
         return f"Instead it fails with an internal `{failure.exception}`."
     if failure.exception == "AssertionError":
         shown = message and not message.endswith(":")  # a colon introduces lines that are not shown
-        return f"The result is not as expected{': `' + _short_value(message.removeprefix('assert ')) + '`' if shown else ''}."
+        value = f": `{_short_value(message.removeprefix('assert '))}`" if shown else ""
+        return f"The result is not as expected{value}."
     return f"Instead it raises `{failure.exception}{': ' + _short_value(message) if message else ''}`."
 
 

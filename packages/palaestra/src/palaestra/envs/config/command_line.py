@@ -314,21 +314,21 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def _take(self, given: _Given, written: str, words: list[str]) -> None:
         match written:
             case "--show-config":
-                given.show_config = bool(self._read(bool, written, words))
+                given.show_config = bool(self._read_value(bool, written, words))
             case "--slurm" | "--testing" | "--dry-run" | "--json":
-                given.switches[written[2:]] = bool(self._read(bool, written, words))
+                given.switches[written[2:]] = bool(self._read_value(bool, written, words))
             case "--config":
-                given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
+                given.files += [read_file(Path(word)) for word in words or [self._read_value(str, written, words)]]
             case "--mcp" if "mcp_servers" in self.env_type.model_fields:
                 annotation = self.env_type.model_fields["mcp_servers"].annotation
-                for word in words or [self._read(str, written, words)]:
+                for word in words or [self._read_value(str, written, words)]:
                     given.add("env", "mcp_servers", read_servers(Path(word)), written, annotation)
             case "--policy":
-                given.policy = self._read(str, written, words)
+                given.policy = self._read_value(str, written, words)
             case "--resume":
-                given.resume = Path(self._read(str, written, words))
+                given.resume = Path(self._read_value(str, written, words))
             case "--failed-of":
-                given.choose(_failed_of(self._read(str, written, words)), written)
+                given.choose(_failed_of(self._read_value(str, written, words)), written)
             case _:
                 # Before the value is read, because an error message about it would show it.
                 if is_secret(written.replace("-", "_")):
@@ -342,7 +342,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so it has no keys to set")
         key, entry = name + dot + (rest or ""), str if holds_texts(annotation) else JSON
-        value = self._read(entry if dot else annotation, written, words)
+        value = self._read_value(entry if dot else annotation, written, words)
         if written == "--backend" and written in given.spelled["env"].values():
             value = f"{given.values['env'][key]} {value}"  # a repeated `--backend` adds a backend
         given.add(group, key, value, written, annotation)
@@ -369,7 +369,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         found = find_setting(model_type, name) if group in ("env", "openai") else None
         return group, name, rest if dot else None, found
 
-    def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
+    def _read_value(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:
             return read_words(annotation, words)
         except ValueError as error:

@@ -70,7 +70,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
     """Return the reason why two texts differ. `asked` has all text that the agent had written in its calls so far."""
     if _numbers(recorded) != _numbers(replayed):
         return Kind.OTHER
-    was, now = _text(recorded), _text(replayed)
+    was, now = _reply_strings(recorded), _reply_strings(replayed)
     for kind, shape in _SHAPES.items():
         if _masked(was, [shape]) == _masked(now, [shape]):
             return kind
@@ -90,7 +90,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
 def first_difference(recorded: str, replayed: str, most: int = 200) -> tuple[str, str]:
     """Return the first line that differs, from each of the two texts, cut to `most` characters around the
     difference."""
-    was, now = _text(recorded).splitlines() or [""], _text(replayed).splitlines() or [""]
+    was, now = _reply_strings(recorded).splitlines() or [""], _reply_strings(replayed).splitlines() or [""]
     place = next((n for n, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     one, other = (lines[place] if place < len(lines) else "" for lines in (was, now))
     if one == other:  # the difference is in a part that is not shown, such as a number
@@ -109,7 +109,7 @@ def _bare_words(text: str) -> list[str]:
     return [word.strip(",;[](){}") for word in text.split()]
 
 
-def _text(content: str) -> str:
+def _reply_strings(content: str) -> str:
     """Return the strings of a tool's reply, one per line."""
     reply = _json_reply(content)
     return content.replace("\\n", "\n") if reply is None else "\n".join(_strings(reply))

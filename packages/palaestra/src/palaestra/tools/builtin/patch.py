@@ -213,7 +213,7 @@ async def _write_or_remove(slot: Slot, path: str, file: DecodedFile | None) -> N
 
 
 def _report(edits: list[FileEdit]) -> dict[str, JSON]:
-    diffs = [unified_diff(_text(edit.before), _text(edit.after), edit.path) for edit in edits]
+    diffs = [unified_diff(_text_or_none(edit.before), _text_or_none(edit.after), edit.path) for edit in edits]
     diff = "".join(diffs)
     reply: dict[str, JSON] = {
         "success": True,
@@ -231,7 +231,7 @@ def _report(edits: list[FileEdit]) -> dict[str, JSON]:
     return {**reply, "syntax_check": told} if told else reply
 
 
-def _text(file: DecodedFile | None) -> str | None:
+def _text_or_none(file: DecodedFile | None) -> str | None:
     return None if file is None else file.text
 
 

@@ -63,7 +63,7 @@ class StderrTail:
         """Open a pipe and return the end that the server writes to."""
         self._reading, writing = os.pipe()
         os.set_blocking(self._reading, False)
-        asyncio.get_running_loop().add_reader(self._reading, self._read)
+        asyncio.get_running_loop().add_reader(self._reading, self._read_stderr)
         self._writing = os.fdopen(writing, "w")
         return self._writing
 
@@ -93,7 +93,7 @@ class StderrTail:
             asyncio.get_running_loop().remove_reader(reading)
             os.close(reading)
 
-    def _read(self) -> None:
+    def _read_stderr(self) -> None:
         assert self._reading is not None
         try:
             piece = os.read(self._reading, 1 << 16)

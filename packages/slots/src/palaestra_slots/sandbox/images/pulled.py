@@ -131,13 +131,13 @@ class PulledImages:
 
     def find(self, name: ImageName) -> PulledImage | None:
         """Return a pulled image, or None. Raises `ImageError` if its record was written by a newer version."""
-        return self._read(self._record_file(name))
+        return self._read_record(self._record_file(name))
 
     def images(self) -> list[PulledImage]:
         """Return all pulled images, by name."""
         folder = self.folder / "names"
         records = sorted(folder.glob("*.json")) if folder.is_dir() else []
-        return sorted((found for path in records if (found := self._read(path))), key=lambda image: image.name)
+        return sorted((found for path in records if (found := self._read_record(path))), key=lambda image: image.name)
 
     def remove(self, names: list[ImageName]) -> int:
         """Remove names, then every layout that no name means, every blob that no layout needs, and unfinished
@@ -173,7 +173,7 @@ class PulledImages:
         except (*UNREADABLE, OSError, KeyError, TypeError) as error:
             raise ImageError(f"the manifest {self.blob(value)} is damaged; pull the image again: {error}") from None
 
-    def _read(self, path: Path) -> PulledImage | None:
+    def _read_record(self, path: Path) -> PulledImage | None:
         try:
             record = msgspec.json.decode(read_regular(path, _MAX_RECORD_BYTES), type=dict[str, JSON])
             if record["version"] > VERSION:

@@ -313,9 +313,9 @@ class ServiceQuery:
             self._end_query(error)
             return
         if not self._unsent:
-            self._loop.watch_for(self._socket.fileno(), READ, self._read)
+            self._loop.watch_for(self._socket.fileno(), READ, self._read_answer)
 
-    def _read(self) -> None:
+    def _read_answer(self) -> None:
         try:
             data = self._socket.recv(_PIECE_BYTES)
         except BlockingIOError:

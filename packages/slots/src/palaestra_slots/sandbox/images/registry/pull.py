@@ -82,18 +82,20 @@ class Pull:
 
     async def _manifest(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, ImageManifest]:
         """Return the manifest for this machine, following an index."""
-        data, found = await self._read(repository, reference, name)
+        data, found = await self._read_manifest(repository, reference, name)
         digest, size = manifests.digest_of(data), len(data)
         if found["mediaType"] in manifests.INDEXES:
             entry = manifests.choose(found, unpack.architecture(), name)
-            data, found = await self._read(repository, entry.digest, name)
+            data, found = await self._read_manifest(repository, entry.digest, name)
             digest, size = entry.digest, len(data)
             if found["mediaType"] in manifests.INDEXES or size != entry.size:
                 raise ImageError(f"{name} is not valid: an entry of its index is not the manifest that it states")
         blob = Blob(digest, size, str(found["mediaType"]))
         return data, manifests.image_manifest(found, blob, name, self.max_bytes)
 
-    async def _read(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, dict[str, Any]]:
+    async def _read_manifest(
+        self, repository: ImageRepository, reference: str, name: str
+    ) -> tuple[bytes, dict[str, Any]]:
         async def ask(tries: int, left_s: float) -> tuple[bytes, str]:
             try:
                 async with asyncio.timeout(left_s):

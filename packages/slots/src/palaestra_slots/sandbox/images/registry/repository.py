@@ -78,7 +78,7 @@ class ImageRepository:
         `PullError`, and `TransientFailure` for a failure that may pass."""
         async with self._reply(f"manifests/{reference}", {"Accept": _ACCEPT}) as reply:
             self._check_status(reply, 200)
-            data = await _read(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
+            data = await _read_reply(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
         digest = manifests.digest_of(data)
         header = reply.headers.get("Docker-Content-Digest", digest)
         asked = reference if reference.startswith("sha256:") else digest
@@ -197,7 +197,7 @@ class ImageRepository:
             if reply.status in (400, 401, 403, 404):
                 raise self._access_error(reply.status, f" by {_shown(realm)}")
             self._check_status(reply, 200)
-            token = token_of(await _read(reply, _MAX_REPLY_BYTES, "the token"))
+            token = token_of(await _read_reply(reply, _MAX_REPLY_BYTES, "the token"))
         except ValueError as error:
             if isinstance(error, PullError):
                 raise
@@ -244,7 +244,7 @@ def _shown(url: URL) -> str:
     return one_line(f"{url.scheme}://{url.host}", 100)
 
 
-async def _read(reply: aiohttp.ClientResponse, most: int, what: str) -> bytes:
+async def _read_reply(reply: aiohttp.ClientResponse, most: int, what: str) -> bytes:
     data = bytearray()
     async for piece in reply.content.iter_chunked(1 << 16):
         data += piece

@@ -121,7 +121,7 @@ class Tunnel:
         for listener in self._listeners.values():
             listener.setblocking(False)
             self._servers.append(await asyncio.start_server(self._accept, sock=listener))
-        asyncio.get_running_loop().add_reader(self._device, self._read)
+        asyncio.get_running_loop().add_reader(self._device, self._read_packets)
 
     def close(self) -> None:
         """Close the device and all connections."""
@@ -134,7 +134,7 @@ class Tunnel:
             datagrams.close()
         os.close(self._device)
 
-    def _read(self) -> None:
+    def _read_packets(self) -> None:
         # Only so many in one turn of the loop, so that a flood of one slot does not hold up the others.
         for _ in range(_BURST):
             try:
