@@ -217,7 +217,7 @@ class WorkFolder:
             if repository not in committed and sum(len(data or b"") for data, _ in new.values()) <= MAX_HISTORY_BYTES:
                 commits.append(repository)
                 copied |= new
-                _take(self._stamps, stamps, paths)
+                _copy_entries(self._stamps, stamps, paths)
             else:
                 state = str([stamps.get(path) for path in filter(_is_history, paths)])
                 if self._told.get(repository) != state:
@@ -374,7 +374,7 @@ class WorkFolder:
             target, problem = self.root / change.path, change.problem or self._obstacle(change)
             if not problem:
                 try:
-                    self._write(target, change)
+                    self._write_change(target, change)
                 except OSError as error:
                     problem = f"it cannot be written: {error.strerror or error}"
             if problem:
@@ -452,7 +452,7 @@ class WorkFolder:
         self._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
         return list(left.values())
 
-    def _write(self, target: Path, change: FolderChange) -> None:
+    def _write_change(self, target: Path, change: FolderChange) -> None:
         """Write a change, and remember what was there before."""
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
         self._replace(target, change)
@@ -635,7 +635,7 @@ def _is_history(path: str) -> bool:
     return history_of(path) is not None and split(path)[1] in HISTORY
 
 
-def _take(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
+def _copy_entries(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
     for path in paths:
         _set_or_remove(to, path, source.get(path))
 

@@ -96,8 +96,8 @@ class NomadAPI:
     async def check(self) -> None:
         """Raise `ConfigError` if the agent does not answer, refuses the token or has no leader."""
         try:
-            leader, _ = await self._send("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
-            await self._send("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
+            leader, _ = await self._call_api("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
+            await self._call_api("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
         except TransientFailure as failure:
             raise ConfigError(
                 f"Nomad at {self.address} does not answer: {failure.problem}. Start it, set nomad_address, or use this "
@@ -142,7 +142,7 @@ class NomadAPI:
     ) -> tuple[JSON, int]:
         async def send(tries: int, left_s: float) -> tuple[JSON, int]:
             try:
-                return await self._send(method, path, body, query, min(left_s, timeout_s))
+                return await self._call_api(method, path, body, query, min(left_s, timeout_s))
             except TransientFailure as failure:
                 if isinstance(failure.problem, NomadRefused) and failure.problem.status == _TOO_MANY:
                     await self._throttled(failure.asked_s)
@@ -150,7 +150,7 @@ class NomadAPI:
 
         return await persist(send, retry=_RETRY, timeout_s=2 * timeout_s, clock=SystemClock(), rng=self._rng)
 
-    async def _send(
+    async def _call_api(
         self, method: str, path: str, body: JSON, query: Mapping[str, str], timeout_s: float
     ) -> tuple[JSON, int]:
         if self._session is None:

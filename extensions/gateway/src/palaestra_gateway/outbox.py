@@ -154,7 +154,7 @@ class Outbox:
         """Send a message, and record if the platform refuses it. Returns the next unsent message for the same chat, or
         None. Raises `PlatformUnavailable` and `DiskError`."""
         try:
-            return await self._send(self._platforms[unsent.message.address.platform], unsent)
+            return await self._send_unsent(self._platforms[unsent.message.address.platform], unsent)
         except PlatformUnavailable:
             if not unsent.started:  # an earlier gateway may have sent it, and this does not change that
                 await self._mailbox.undo_begin_send(unsent.id)
@@ -164,7 +164,7 @@ class Outbox:
             await self._on_refused(unsent.message, str(error))
             return await self._mailbox.end_send(unsent, "refused", str(error))
 
-    async def _send(self, platform: Platform, unsent: Unsent) -> Unsent | None:
+    async def _send_unsent(self, platform: Platform, unsent: Unsent) -> Unsent | None:
         """Send a message. Returns the next unsent message for the same chat, or None."""
         message, limits = unsent.message, platform.limits
         if not limits.idempotent and not unsent.started:

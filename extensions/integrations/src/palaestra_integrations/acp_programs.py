@@ -322,7 +322,7 @@ class _Client:
                 case "fs/read_text_file":
                     return {"content": await self._read_text_file(ReadTextFileRequest.model_validate(params))}
                 case "fs/write_text_file":
-                    return await self._write(WriteTextFileRequest.model_validate(params))
+                    return await self._write_text_file(WriteTextFileRequest.model_validate(params))
         except InfraError as error:
             self._pipe.lost = error
             raise RequestError.internal_error() from None
@@ -356,7 +356,7 @@ class _Client:
         lines = text.splitlines(keepends=True)[first:]
         return "".join(lines if request.limit is None else lines[: request.limit])
 
-    async def _write(self, request: WriteTextFileRequest) -> dict[str, JSON]:
+    async def _write_text_file(self, request: WriteTextFileRequest) -> dict[str, JSON]:
         self._lines.add("writes", request.path)
         await self._slot.write_text(request.path, request.content)
         return {}

@@ -82,7 +82,7 @@ class JsonServer:
         async def send(tries: int, left_s: float) -> bytes:
             try:
                 timeout_s = min(left_s, self.try_timeout_s)
-                status, told, retry_after = await self._send(method, url, body, timeout_s)
+                status, told, retry_after = await self._send_request(method, url, body, timeout_s)
             except ToolUnavailable:  # an OSError, but an answer that was too long will be too long again
                 raise
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError too
@@ -100,7 +100,9 @@ class JsonServer:
             send, retry=self.retry, timeout_s=TIMEOUT_S, clock=clock, rng=self.rng or random.Random(), again=again
         )
 
-    async def _send(self, method: str, url: URL, body: bytes | None, timeout_s: float) -> tuple[int, bytes, str | None]:
+    async def _send_request(
+        self, method: str, url: URL, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes, str | None]:
         headers = {**_HEADERS, **self.headers, **({"Content-Type": _JSON} if body is not None else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
         await take_turn(self.lane)

@@ -167,9 +167,9 @@ class TrainingProcess:
             config = ["--config", str(self.config)] if request.settings else []
             words = [request.reference, "--out", str(self.run), *config, *request.flags]
         request.started = time.time()
-        self._write(request)  # first, so that a kill in between leaves a failed run, not an unknown process
+        self._write_request(request)  # first, so that a kill in between leaves a failed run, not an unknown process
         request.pid = await self._start_detached([*command, *words, "--json"])
-        self._write(request)
+        self._write_request(request)
         until = time.monotonic() + READY_S
         while (status := self.status()) == STARTING and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -210,7 +210,7 @@ class TrainingProcess:
         finally:
             os.close(lock)
 
-    def _write(self, request: TrainingRequest) -> None:
+    def _write_request(self, request: TrainingRequest) -> None:
         with replaced(self.path / "request.json") as file:
             file.write(msgspec.json.format(msgspec.json.encode(request)))
 

@@ -240,7 +240,7 @@ class RunIndex:
                 for line in lines_of(file):
                     if not line.endswith(b"\n"):
                         break  # being written, or torn by a kill
-                    self._take(part, line)
+                    self._take_line(part, line)
                     if time.monotonic() > end:
                         break
                 self._keep(part, file, offset)
@@ -485,7 +485,7 @@ class RunIndex:
             raise
         self._db.commit()
 
-    def _take(self, part: _Slice, line: bytes) -> None:
+    def _take_line(self, part: _Slice, line: bytes) -> None:
         try:
             event = _decode_line(_lines, line)
             if event.event in ("run", "resume"):

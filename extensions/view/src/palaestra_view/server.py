@@ -224,11 +224,11 @@ class Viewer:
             said = annotation(
                 asked.id, self._author, tags=asked.tags, untag=asked.untag, note=asked.note, verdict=asked.verdict
             )
-            return web.json_response(await asyncio.to_thread(self._write, asked.run, said))
+            return web.json_response(await asyncio.to_thread(self._write_annotation, asked.run, said))
         except (PalaestraError, UnicodeError, *UNREADABLE) as error:
             return web.json_response({"detail": str(error)}, status=400)
 
-    def _write(self, run: str, said: Annotation) -> JSON:
+    def _write_annotation(self, run: str, said: Annotation) -> JSON:
         index, marks = self.runs[run], self.runs.marks(run)
         if index.trajectory(said.rollout_id) is None:
             raise ConfigError(f"the run has no rollout {said.rollout_id!r} that has ended")

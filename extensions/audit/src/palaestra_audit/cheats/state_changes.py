@@ -80,9 +80,9 @@ class TurnRecorder:
         self._turns: dict[str, list[TurnTaken]] = {}
 
     def handlers(self) -> Handlers:
-        return {TurnTaken: self._take}
+        return {TurnTaken: self._take_turn}
 
-    def _take(self, event: TurnTaken) -> None:
+    def _take_turn(self, event: TurnTaken) -> None:
         if event.turn == 0:  # a rollout that is played again begins anew
             self._turns[event.rollout_id] = []
         self._turns.setdefault(event.rollout_id, []).append(event)

@@ -45,7 +45,7 @@ def set_up() -> None:
         server = _server()
         while not (_works(server) or _typed_answer("Use it anyway? y: yes, n: choose again [n] ").lower() in _YES):
             server = _server()
-        _write(server)
+        _save_server(server)
         if _typed_answer("A tour in three steps? y: yes, n: no [y] ").lower() in ("", *_YES):
             for step in TOUR:
                 _typed_answer(f"\n{step}\n{DIM}   Enter goes on{PLAIN} ")
@@ -125,7 +125,7 @@ def _works(server: APIServerConfig) -> bool:
     return True
 
 
-def _write(server: APIServerConfig) -> None:
+def _save_server(server: APIServerConfig) -> None:
     """Add the server to the settings; an older file is kept beside them. Raises `ConfigError`."""
     path = settings_file()
     try:

@@ -89,7 +89,7 @@ class Worker:
 
     async def run(self) -> None:
         """Play groups until the driver has gone."""
-        await self._send(this_process())
+        await self._send_to_driver(this_process())
         try:
             setup = to_worker(await read_frame(self._reader))
             if not isinstance(setup, WorkerSetup):
@@ -98,14 +98,14 @@ class Worker:
         except StreamEnded as error:
             logger.info("the worker ends: %s", error)
         except PalaestraError as error:
-            await self._send(NodeRefused(told_briefly(error), error.exit_code))
+            await self._send_to_driver(NodeRefused(told_briefly(error), error.exit_code))
 
     async def _serve(self, setup: WorkerSetup) -> None:
         async with AsyncExitStack() as stack:
-            outbox = EventOutbox(self._send, setup.flush_s)
+            outbox = EventOutbox(self._send_to_driver, setup.flush_s)
             node = await stack.enter_async_context(_opened_node(setup, outbox))
             gc.freeze()  # modules and settings live as long as the worker
-            await self._send(Ready(int(node.pool.rung), node.pool.limit.slots))
+            await self._send_to_driver(Ready(int(node.pool.rung), node.pool.limit.slots))
             sending = asyncio.create_task(outbox.run(), name="outbox")
             try:
                 while True:
@@ -129,7 +129,7 @@ class Worker:
             case _:
                 pass
 
-    async def _send(self, message: FromWorker) -> None:
+    async def _send_to_driver(self, message: FromWorker) -> None:
         async with self._sending:
             try:
                 self._writer.write(framed(message))

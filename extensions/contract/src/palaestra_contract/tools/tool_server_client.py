@@ -80,7 +80,7 @@ class ToolServerLink:
         `ToolServerError`."""
         if self._address is None:
             return []
-        body = await self._send("GET", "/tools", None, _CONNECT_S, "the list of its tools")
+        body = await self._send_request("GET", "/tools", None, _CONNECT_S, "the list of its tools")
         try:
             return [ToolSchema.from_dict(each, external=True) for each in json.loads(body)["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -88,7 +88,7 @@ class ToolServerLink:
 
     async def release(self, trajectory_id: str) -> None:
         """Report to the server that a trajectory has ended. Raises `ToolServerError`."""
-        await self._send("POST", "/release", encoded({"trajectory_id": trajectory_id}), _CONNECT_S, "release")
+        await self._send_request("POST", "/release", encoded({"trajectory_id": trajectory_id}), _CONNECT_S, "release")
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -122,7 +122,7 @@ class ToolServerLink:
         """Run one call at the server. Raises `ToolServerError`."""
         tool = ToolCallPayload.from_tool_call(call)
         request = ToolServerExecuteRequest(trajectory_id=trajectory_id or None, tool=tool, timeout_s=timeout_s)
-        body = await self._send("POST", "/execute", encoded(request), timeout_s, call.name)
+        body = await self._send_request("POST", "/execute", encoded(request), timeout_s, call.name)
         try:
             result = ToolServerResultPayload.model_validate_json(body)
         except ValidationError:
@@ -140,7 +140,7 @@ class ToolServerLink:
             return ToolServerRefused(f"{text}; start the server with that tool, or disable the tool's toolset here")
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
-    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
+    async def _send_request(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
         """Return the body of the reply with status 200. For any other status, raises an error that names `name`."""
         import aiohttp  # imported here because most runs have no tool server
 

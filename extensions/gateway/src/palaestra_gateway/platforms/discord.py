@@ -212,7 +212,7 @@ class Discord:
             self._reading.came.clear()
             try:
                 while self._reading.waiting:
-                    await self._take(self._reading.waiting[0], deliver)
+                    await self._take_message(self._reading.waiting[0], deliver)
                     self._reading.waiting.popleft()
                 if self._reading.readable and self._client is not None and self._client.is_ready():
                     await self._read_history(self._client, deliver)
@@ -258,11 +258,11 @@ class Discord:
         try:
             async with self._failures():
                 async for message in channel.history(limit=None, after=discord.Object(after), oldest_first=True):
-                    await self._take(message, deliver)
+                    await self._take_message(message, deliver)
         except PlatformRefused as error:  # the bot may not read there, or the channel is gone
             logger.info("%s", error)
 
-    async def _take(self, message: discord.Message, deliver: Deliver) -> None:
+    async def _take_message(self, message: discord.Message, deliver: Deliver) -> None:
         if message.id in self._reading.taken:
             return
         await self._keep_direct()

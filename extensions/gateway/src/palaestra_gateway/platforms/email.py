@@ -153,7 +153,7 @@ class Email:
                 try:
                     if open_client is None:
                         open_client = await self._mailbox()
-                    await self._take(open_client, deliver)
+                    await self._take_unseen(open_client, deliver)
                     wait_s = 1.0
                     await asyncio.sleep(self._poll_s)
                 except (PlatformError, aioimaplib.AioImapException, OSError, TimeoutError) as error:
@@ -185,7 +185,7 @@ class Email:
             raise PlatformUnavailable(f"{self.name}: {host}:{port} does not answer: {error!r}") from error
         return client
 
-    async def _take(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
+    async def _take_unseen(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
         await client.noop()
         found = await client.uid_search("UNSEEN")
         if found.result != "OK":
@@ -268,7 +268,7 @@ class Email:
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         mail = self._mail(address, key, answers)
         mail.set_content(text)
-        return await self._send(mail)
+        return await self._send_mail(mail)
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
@@ -277,7 +277,7 @@ class Email:
         mail.set_content(file.name)
         main, _, kind = file.media_type.partition("/")
         mail.add_attachment(file.data, maintype=main, subtype=kind or "octet-stream", filename=file.name)
-        return await self._send(mail)
+        return await self._send_mail(mail)
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         raise NotImplementedError("an e-mail cannot be edited")
@@ -303,7 +303,7 @@ class Email:
         mail["Subject"] = plain if plain.lower().startswith("re:") else f"Re: {plain}"
         return mail
 
-    async def _send(self, mail: EmailMessage) -> str:
+    async def _send_mail(self, mail: EmailMessage) -> str:
         async with self._sender() as smtp:
             try:
                 await smtp.send_message(mail)

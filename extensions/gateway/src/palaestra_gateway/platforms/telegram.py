@@ -222,9 +222,9 @@ class Telegram:
         def send(chat: str | int) -> Awaitable[Message]:
             return bot.send_message(chat, text, message_thread_id=thread, request_timeout=60)
 
-        return await self._send(address, send)
+        return await self._send_to_chat(address, send)
 
-    async def _send(self, address: ChatAddress, send: Callable[[str | int], Awaitable[Message]]) -> str:
+    async def _send_to_chat(self, address: ChatAddress, send: Callable[[str | int], Awaitable[Message]]) -> str:
         """Call `send` with the chat; if the group has become a supergroup, with its new id."""
         async with self._failures():
             try:
@@ -248,7 +248,7 @@ class Telegram:
                 return await bot.send_photo(chat, content, message_thread_id=thread)
             return await bot.send_document(chat, content, message_thread_id=thread)
 
-        return await self._send(address, send)
+        return await self._send_to_chat(address, send)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")

@@ -146,13 +146,13 @@ class Skills:
             # With the lock held, because another process may be creating the same skill.
             if any(skill.name == name for skill in self.all()):
                 raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
-            _write(_skill_path(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
+            _write_skill_file(_skill_path(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
 
     def edit(self, name: str, content: str) -> None:
         """Replace the skill's document."""
         _check_header(name, content)
         with self._changing():
-            _write(self._own(name), DOCUMENT, content)
+            _write_skill_file(self._own(name), DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
         """Replace a text in the document or in another file. The text must occur exactly once or, if `everywhere` is
@@ -168,7 +168,7 @@ class Skills:
             text = text.replace(old, new)
             if file_path == DOCUMENT:
                 _check_header(name, text)
-            _write(folder, file_path, text)
+            _write_skill_file(folder, file_path, text)
 
     def delete(self, name: str) -> None:
         """Remove a skill with its files."""
@@ -180,7 +180,7 @@ class Skills:
         if file_path == DOCUMENT:
             raise ToolMistake(f"Change {DOCUMENT} with edit or patch")
         with self._changing():
-            _write(self._own(name), file_path, content)
+            _write_skill_file(self._own(name), file_path, content)
 
     def remove_file(self, name: str, file_path: str) -> None:
         """Remove a file of the skill other than its document."""
@@ -332,7 +332,7 @@ def _read_skill_file(folder: Path, file_path: str) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _write(folder: Path, file_path: str, text: str) -> None:
+def _write_skill_file(folder: Path, file_path: str, text: str) -> None:
     data = text.encode()
     if len(data) > MAX_BYTES:
         raise ToolMistake(f"{file_path} would have {len(data)} bytes, more than {MAX_BYTES}; nothing was changed")

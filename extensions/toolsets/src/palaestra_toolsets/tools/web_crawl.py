@@ -138,7 +138,7 @@ class _Crawl:
     async def run(self, url: str) -> None:
         """Crawl, starting with the page at `url`. The page's address after redirects defines the site."""
         first = await self._visit(url)
-        self._take(first)
+        self._keep_page(first)
         if self._site is None:
             return
         await self._ask_robots(self._site)
@@ -148,7 +148,7 @@ class _Crawl:
             # Taken in the order of the links, not of their arrival, so that the same site gives the same pages.
             visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
             for link, visit in zip(batch, visits, strict=True):
-                self._take(visit)
+                self._keep_page(visit)
                 self._queue_links(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
@@ -159,7 +159,7 @@ class _Crawl:
         self.left = len(self._waiting)
         return batch
 
-    def _take(self, visit: _Visit) -> None:
+    def _keep_page(self, visit: _Visit) -> None:
         """Keep a page unless it was already read at another address."""
         if visit.place is None or visit.place not in self._read:
             self.pages.append(visit.page)

@@ -133,11 +133,11 @@ class Exchange:
             case GroupReceived():
                 self._add_group(event)
             case BatchTaken(serials=serials):
-                self._take(set(serials))
+                self._remove_groups(set(serials))
             case DataReset():
                 self._forget()
 
-    def _take(self, serials: set[int]) -> None:
+    def _remove_groups(self, serials: set[int]) -> None:
         """Remove groups. Groups are in a buffer only if the store was written by a version that combined short groups
         differently."""
         for waiting in (self.queue, *self.buffers.values()):

@@ -363,12 +363,12 @@ class _Reader:
                 if number > 1 and wanted not in line:
                     continue
                 try:
-                    self._take(_events.decode(line), journal)
+                    self._take_event(_events.decode(line), journal)
                 except UNREADABLE as error:
                     if line.endswith(b"\n"):
                         raise ConfigError(f"{journal}: line {number} is damaged: {error}") from None
 
-    def _take(self, event: AnyJournalEvent, journal: Path) -> None:
+    def _take_event(self, event: AnyJournalEvent, journal: Path) -> None:
         match event:
             case RunStarted(run_id=run_id, model=model, schema=schema):
                 check_schema(schema, journal)

@@ -284,7 +284,7 @@ class GroupRun:
         return rollout
 
     async def _record_played(self, rollout: Rollout) -> None:
-        await self._record_end(self._write(RolloutEnded, rollout))
+        await self._record_end(self._write_record(RolloutEnded, rollout))
 
     async def _record_end(self, event: RolloutEnded | AttemptDiscarded) -> None:
         """Add a rollout to the group, wait until its record is on the disk, and announce it."""
@@ -391,12 +391,14 @@ class GroupRun:
         if recorded_later and not retried:
             return None
         try:
-            return self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
+            return self._write_record(AttemptDiscarded if retried else RolloutEnded, rollout)
         except BaseException:
             await rollout.release()
             raise
 
-    def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
+    def _write_record(
+        self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout
+    ) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
         the written event."""
         while True:

@@ -236,7 +236,7 @@ class TurnLog:
     def _finish_turn(self, taken: TakenTurn) -> None:
         if taken.turn.number:
             self._workspace.begin()
-        self._write(taken)
+        self._write_turn(taken)
         # Only after the turn is written, so that a resumed run continues after it. A turn without results ends the
         # rollout anyway.
         if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
@@ -263,7 +263,7 @@ class TurnLog:
             self.model_calls = dict(self._model_calls_kept)
         return taken
 
-    def _write(self, taken: TakenTurn) -> None:
+    def _write_turn(self, taken: TakenTurn) -> None:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded

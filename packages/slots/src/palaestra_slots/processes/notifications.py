@@ -118,7 +118,7 @@ class Follower:
             if deadline is not None and status.running and self._clock.monotonic() >= deadline:
                 session.status = await session.reach().kill(KILL_GRACE_S)
                 session.notices.add(f"killed after its time limit of {self._watch.lifetime_s:g}s")
-        self._take("", last=True)
+        self._search_lines("", last=True)
         self._report_exit(status)
 
     async def _read_output(self, wait_s: float) -> None:
@@ -131,9 +131,9 @@ class Follower:
         text, held = readable(data, more=True)
         self._cursor, self._rest = piece.end, data[len(data) - held :] if held else b""
         self._session.followed = piece.end - held
-        self._take(text)
+        self._search_lines(text)
 
-    def _take(self, text: str, last: bool = False) -> None:
+    def _search_lines(self, text: str, last: bool = False) -> None:
         """Search the lines that `text` completes. If `last` is true, also search the unfinished line."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")

@@ -104,7 +104,7 @@ class Batcher:
         """Request up to `most` tokens. Sampling stops early after a stop token, or when `ended` returns True for the
         tokens sampled so far. Cancelling the future cancels the request."""
         request = _Request(prompt, sampling, most, Future(), ended)
-        self._send(request)
+        self._queue_message(request)
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
@@ -115,7 +115,7 @@ class Batcher:
         """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and
         their tokens so far; waiting requests are sampled with the new weights."""
         message = _NewWeights(load, version, Future())
-        self._send(message)
+        self._queue_message(message)
         return message.answer
 
     def close(self) -> None:
@@ -123,13 +123,13 @@ class Batcher:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._thread.ident is not None:
-            # `_send` reads `_closed` under the same lock, so nothing follows this
+            # `_queue_message` reads `_closed` under the same lock, so nothing follows this
             # message, and `_drain` answers what precedes it.
             self._inbox.put(_End())
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _send(self, message: _Request | _NewWeights) -> None:
+    def _queue_message(self, message: _Request | _NewWeights) -> None:
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("The engine is closed.")

@@ -202,7 +202,7 @@ class Transport:
             tried = tries
             waited_s = await self._take_turn(lane)
             try:
-                response = await self._send(method, url, body, left_s, read, decode)
+                response = await self._send_request(method, url, body, left_s, read, decode)
             except EngineReplyError as error:
                 # A broken reply may be an accident of this one request, so it is retried like a lost connection.
                 raise TransientFailure(error, waited_s=waited_s) from error
@@ -255,7 +255,7 @@ class Transport:
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s
 
-    async def _send(
+    async def _send_request(
         self,
         method: str,
         url: URL,

@@ -1,8 +1,8 @@
 """Finds the tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
 The template is rendered with marks in place of the assistant's words (`probe_template`): once for the prompt of the
-last reply, and once for the continued conversation. If the second rendering begins with the first, and still has all the
-assistant's words, history is intact, and the text after the end of the reply belongs to the new turn. If not, the
+last reply, and once for the continued conversation. If the second rendering begins with the first, and still has all
+the assistant's words, history is intact, and the text after the end of the reply belongs to the new turn. If not, the
 template rewrites history, and the caller decides how to continue.
 
 Rendering a whole conversation costs more with every turn, so the same text is measured on a short conversation: a

@@ -110,7 +110,7 @@ async def build(
     rows = tuple(row for round_ in zip_longest(*(rows for _, rows in done)) for row in round_ if row is not None)
     if builder.failures and not rows:
         raise builder.failures[0]
-    _write(options.out, rows)
+    _write_rows(options.out, rows)
     return SweBuild(rows, tuple(builder.problems), Manifest(pinned.requirements, tuple(found for found, _ in done)))
 
 
@@ -254,7 +254,7 @@ class _Builder:
         self._progress(line)
 
 
-def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
+def _write_rows(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
     """Write all rows to the file, which is replaced atomically: an interrupted build keeps the old file."""
     with writing(out), replaced(out) as lines:
         lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)

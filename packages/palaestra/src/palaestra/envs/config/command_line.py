@@ -209,7 +209,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 _known_here(said_settings(recorded, "env"), self.env_type), _known_here(own_servers, self.server_type)
             )  # fmt: skip
         for written, words in flags:
-            self._take(given, written, words)
+            self._take_flag(given, written, words)
         env, servers, replaced = self._merge(command, given, environ, dotenv)
         if given.show_config:
             return Answer(_merged(env, servers))
@@ -311,7 +311,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             raise ConfigError(f"{problem}; use process, evaluate or serve.{nearest(command or '', COMMANDS)}")
         return command, flags
 
-    def _take(self, given: _Given, written: str, words: list[str]) -> None:
+    def _take_flag(self, given: _Given, written: str, words: list[str]) -> None:
         match written:
             case "--show-config":
                 given.show_config = bool(self._read_value(bool, written, words))

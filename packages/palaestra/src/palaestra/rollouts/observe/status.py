@@ -307,13 +307,13 @@ class RunReader:
                 if not line.endswith(b"\n"):
                     break  # being written, or torn by a kill
                 try:
-                    self._take(_LINES.decode(line))
+                    self._take_line(_LINES.decode(line))
                 except UNREADABLE as error:
                     raise ConfigError(f"{self.journal}: the line at byte {self._offset} is damaged: {error}") from None
                 self._offset += len(line)
         return self._standing()
 
-    def _take(self, line: _Line) -> None:
+    def _take_line(self, line: _Line) -> None:
         status = self._status
         last_at, status.last_at = status.last_at, max(status.last_at, line.at)
         match line.event:

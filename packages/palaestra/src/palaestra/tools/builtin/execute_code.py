@@ -130,7 +130,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     channel: ProgramChannel | None = None
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await _write(slot, folder, str(arguments["code"]), run)
+            await _write_program(slot, folder, str(arguments["code"]), run)
             process = await _start(slot, folder)
             channel = ProgramChannel(process, MAX_KEPT_BYTES)
             status = await channel.serve(calls.answer)
@@ -149,7 +149,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     return {"output": output, "exit_code": code, "error": error, "tool_calls_made": calls.made, **more}
 
 
-async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
+async def _write_program(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
     """Write the program, its module and its supervisor into the slot. Raises `ToolMistake` if that fails."""
     callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
     supervisor = files("palaestra.tools.programs").joinpath("program_supervisor.py").read_text(encoding="utf-8")

@@ -84,12 +84,12 @@ class TerminalPerson:
             ):
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await _write(terminal, f"\n{what}\n")
+                        await _write_all(terminal, f"\n{what}\n")
                         while True:
-                            await _write(terminal, prompt)
+                            await _write_all(terminal, prompt)
                             line = await _line(terminal)
                             if line is None:
-                                await _write(terminal, "\n")
+                                await _write_all(terminal, "\n")
                                 return refused
                             if (answer := understood(line.strip())) is not None:
                                 return answer
@@ -137,7 +137,7 @@ def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes |
     return [iflag | termios.ICRNL, oflag, cflag, lflag, ispeed, ospeed, ends]
 
 
-async def _write(terminal: int, text: str) -> None:
+async def _write_all(terminal: int, text: str) -> None:
     data = text.encode(errors="replace")
     while data:
         try:

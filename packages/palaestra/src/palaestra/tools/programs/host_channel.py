@@ -131,7 +131,7 @@ class ProgramChannel:
             elif kind == b"e":
                 return _number(payload)
             else:
-                self._take(payload)
+                self._take_payload(payload)
                 if kind == b"C":
                     reply = await answer(None if self._too_long else bytes(self._request))
                     self._request, self._too_long = bytearray(), False
@@ -141,7 +141,7 @@ class ProgramChannel:
                 continue
         return None
 
-    def _take(self, payload: bytes) -> None:
+    def _take_payload(self, payload: bytes) -> None:
         self._request += payload
         if len(self._request) > MAX_REQUEST_BYTES:
             self._request, self._too_long = bytearray(), True

@@ -116,7 +116,7 @@ class PulledImages:
                 manifest: dict[str, JSON] = {"mediaType": media_type, "digest": f"sha256:{value}", "size": size}
                 index = {"schemaVersion": 2, "manifests": [manifest]}
                 for file, content in (("oci-layout", {"imageLayoutVersion": "1.0.0"}), ("index.json", index)):
-                    _write(fresh / file, content)
+                    _write_json(fresh / file, content)
                 (fresh / "blobs").symlink_to("../../blobs")
                 try:
                     fresh.rename(layout)
@@ -126,7 +126,7 @@ class PulledImages:
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         record = {"schema": SCHEMA, "version": VERSION, "name": str(name), "digest": f"sha256:{value}", "bytes": total}
-        _write(self._record_file(name), record)
+        _write_json(self._record_file(name), record)
         return PulledImage(str(name), f"sha256:{value}", str(layout), total)
 
     def find(self, name: ImageName) -> PulledImage | None:
@@ -197,7 +197,7 @@ class PulledImages:
         return self.folder / "names" / f"{hashlib.sha256(str(name).encode()).hexdigest()}.json"
 
 
-def _write(path: Path, content: JSON) -> None:
+def _write_json(path: Path, content: JSON) -> None:
     with replaced(path) as file:
         file.write(json.dumps(content).encode())
 

@@ -179,12 +179,12 @@ class Requests(ABC):
         if kind is FrameKind.RESULT or kind is FrameKind.HELLO:
             pending.answer(frame)
         elif kind is FrameKind.DATA:
-            self._take(frame, pending)
+            self._take_frame(frame, pending)
         elif kind is FrameKind.ERROR:
             pending.answer(None, error_of(frame.fields))
         return True
 
-    def _take(self, frame: Frame, pending: Pending) -> None:
+    def _take_frame(self, frame: Frame, pending: Pending) -> None:
         if pending.on_data is not None and pending.failure is None:
             try:
                 if frame.fields and pending.on_hole is not None:

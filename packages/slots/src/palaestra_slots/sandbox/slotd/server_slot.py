@@ -296,10 +296,10 @@ class ServiceQuery:
         late = TimeoutError(errno.ETIMEDOUT, "the answer did not end in time")
         self._timer = loop.later(fields["timeout_s"], lambda: self._end_query(late))
         self._socket.connect_ex(("127.0.0.1", int(fields["port"])))
-        loop.watch(self._socket.fileno(), self._write)
-        loop.watch_for(self._socket.fileno(), WRITE, self._write)
+        loop.watch(self._socket.fileno(), self._write_request)
+        loop.watch_for(self._socket.fileno(), WRITE, self._write_request)
 
-    def _write(self) -> None:
+    def _write_request(self) -> None:
         # The socket does not block, so this is where the result of the connect is.
         problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:

@@ -235,12 +235,12 @@ class _Download:
                         f"the registry sent more than the {self._blob.size} bytes of {self._blob.digest}: "
                         "they were removed"
                     )
-                await asyncio.to_thread(self._write, file, piece)
+                await asyncio.to_thread(self._write_piece, file, piece)
                 self._arrived(self._have)
         if self._have < self._blob.size:
             raise TransientFailure(PullError(f"the registry ended the download of {self._blob.digest} early"))
 
-    def _write(self, file: IO[bytes], piece: bytes) -> None:
+    def _write_piece(self, file: IO[bytes], piece: bytes) -> None:
         file.write(piece)
         file.flush()  # so that a killed process leaves all that it received
         self._digest.update(piece)

@@ -112,20 +112,20 @@ class ImageRepository:
     async def _reply(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the reply to a request below this repository, after authorisation and redirects."""
         url = self._base / "v2" / self._image.repository / path
-        reply = await self._send(url, headers, self._authorization)
+        reply = await self._send_request(url, headers, self._authorization)
         try:
             if reply.status == 401:
                 challenge = parse_challenge(reply.headers.getall("WWW-Authenticate", []))
                 reply.close()
                 self._authorization = await self._authorize(challenge)
-                reply = await self._send(url, headers, self._authorization)
+                reply = await self._send_request(url, headers, self._authorization)
             for _ in range(_MAX_REDIRECTS):
                 if reply.status not in _REDIRECTS:
                     break
                 url = self._target(url, reply.headers.get("Location", ""))
                 reply.close()
                 own = self._authorization if url.origin() == self._base.origin() else None
-                reply = await self._send(url, headers, own)
+                reply = await self._send_request(url, headers, own)
             try:
                 yield reply
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:  # no other OSError: the disk's
@@ -133,7 +133,9 @@ class ImageRepository:
         finally:
             reply.close()
 
-    async def _send(self, url: URL, headers: Mapping[str, str], authorization: str | None) -> aiohttp.ClientResponse:
+    async def _send_request(
+        self, url: URL, headers: Mapping[str, str], authorization: str | None
+    ) -> aiohttp.ClientResponse:
         sent = {**headers, **({"Authorization": authorization} if authorization else {})}
         proxy = None if is_loopback(url.host or "") else self._access.proxy(url.scheme, url.host or "")
         try:
@@ -192,7 +194,7 @@ class ImageRepository:
             )
         service = {"service": challenge.service} if challenge.service else {}
         query = realm.update_query(service | {"scope": f"repository:{self._image.repository}:pull"})
-        reply = await self._send(query, {}, basic)
+        reply = await self._send_request(query, {}, basic)
         try:
             if reply.status in (400, 401, 403, 404):
                 raise self._access_error(reply.status, f" by {_shown(realm)}")

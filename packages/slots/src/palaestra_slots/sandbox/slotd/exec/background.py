@@ -397,7 +397,7 @@ class _Output:
     def _on_output(self) -> None:
         data = pipes.read(self.fd)
         if data:
-            self._take(data)
+            self._take_output(data)
         elif data is None:
             return
         elif self._process.terminal and not self._process.over:
@@ -407,7 +407,7 @@ class _Output:
         else:
             self.close()
 
-    def _take(self, data: bytes) -> None:
+    def _take_output(self, data: bytes) -> None:
         self.spill.add(data, self._seen)
         if self._seen.total <= RING_BYTES:
             self._seen.add(data)

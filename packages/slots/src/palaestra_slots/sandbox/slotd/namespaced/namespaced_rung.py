@@ -497,7 +497,7 @@ def _file_bytes(limits: Fields, grouped: bool) -> int:
     return int(disk if memory is None or not grouped else min(disk, memory - memory // 8))
 
 
-def _write(root: int, path: str, data: bytes, owner: int) -> None:
+def _write_file(root: int, path: str, data: bytes, owner: int) -> None:
     """Write a file as the request `write` does in a slot with this root."""
     writing = Writing(root, absolute(path), None, owner)
     writing.put(data)
@@ -646,7 +646,7 @@ class OverlayCheckpoints:
             root = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 for path, data in files:
-                    _write(root, path, data, owner)
+                    _write_file(root, path, data, owner)
             finally:
                 os.close(root)
         except BaseException:

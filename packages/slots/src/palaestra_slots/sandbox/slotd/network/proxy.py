@@ -96,7 +96,7 @@ class _Proxy:
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         self._orders: asyncio.Queue[tuple[str, list[int]]] = asyncio.Queue()
-        loop.add_reader(self._control.fileno(), self._take)
+        loop.add_reader(self._control.fileno(), self._take_tunnel)
         while not self._over.is_set():
             name, fds = await self._orders.get()
             if fds:
@@ -106,7 +106,7 @@ class _Proxy:
                     part.close()
                 self._divide()
 
-    def _take(self) -> None:
+    def _take_tunnel(self) -> None:
         data, fds = pipes.receive(self._control, _MAX_NAME, 4)
         if not data:
             self._over.set()

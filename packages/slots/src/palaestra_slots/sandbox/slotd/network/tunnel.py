@@ -145,13 +145,13 @@ class Tunnel:
                 asyncio.get_running_loop().remove_reader(self._device)
                 return
             with contextlib.suppress(struct.error, IndexError):  # an incomplete packet
-                self._take(packet)
+                self._take_packet(packet)
 
-    def _send(self, packet: bytes) -> None:
+    def _send_packet(self, packet: bytes) -> None:
         with contextlib.suppress(OSError):  # networks may lose packets
             os.write(self._device, packet)
 
-    def _take(self, packet: bytes) -> None:
+    def _take_packet(self, packet: bytes) -> None:
         version = packet[0] >> 4
         if version not in self._listeners:
             return
@@ -180,7 +180,7 @@ class Tunnel:
             # A packet of the listening socket: the slot's kernel answers a rewritten packet.
             flow = self._by_port.get(target)
             if flow is not None:
-                self._send(_rewritten(packet, head, flow.outward))
+                self._send_packet(_rewritten(packet, head, flow.outward))
             return
         flow = self._flows.get(key)
         # The slot uses a port again before the old connection was forgotten.
@@ -190,16 +190,16 @@ class Tunnel:
         if flow is not None:
             # The slot repeats its SYN while the outside connects. The flow keeps the first one, so these are dropped.
             if flow.outside is not None or flow.ended:
-                self._send(_rewritten(packet, head, flow.inward))
+                self._send_packet(_rewritten(packet, head, flow.inward))
         elif flags & (_SYN | _ACK | _RST) == _SYN:
             self._open_flow(version, packet, key)
         # A reset is never answered by a reset (RFC 9293, 3.10.7.1).
         elif not flags & _RST:
-            self._send(_reset(version, head, packet))
+            self._send_packet(_reset(version, head, packet))
 
     def _open_flow(self, version: int, packet: bytes, key: bytes) -> None:
         if self._live >= self.most or len(self._flows) >= _MOST_FLOWS:
-            self._send(_reset(version, _head(version, packet), packet))
+            self._send_packet(_reset(version, _head(version, packet), packet))
             return
         port = next(port for port in self._next if port not in self._by_port)
         slot, gateway = SLOT[version].packed, GATEWAY[version].packed
@@ -227,10 +227,10 @@ class Tunnel:
             flow.outside = await self._connect(address, port)
         except (OSError, TimeoutError):
             self._drop_flow(flow)
-            self._send(_reset(version, head, flow.syn))
+            self._send_packet(_reset(version, head, flow.syn))
             return
         try:
-            self._send(_rewritten(flow.syn, head, flow.inward))
+            self._send_packet(_rewritten(flow.syn, head, flow.inward))
             async with asyncio.timeout(_ACCEPT_S):
                 await flow.accepted.wait()
         except TimeoutError:
@@ -326,7 +326,7 @@ class Tunnel:
 
     def answer(self, packet: bytes) -> None:
         """Send a packet to the slot."""
-        self._send(packet)
+        self._send_packet(packet)
 
     def forget(self, key: bytes) -> None:
         """Forget a pair of addresses."""

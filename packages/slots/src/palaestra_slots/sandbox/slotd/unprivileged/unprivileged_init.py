@@ -279,10 +279,10 @@ class Init:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
             self._reap()
-            if CONTROL in ready and not self._take():
+            if CONTROL in ready and not self._take_message():
                 return
 
-    def _take(self) -> bool:
+    def _take_message(self) -> bool:
         data, fds = pipes.receive(self._channel, init_messages.MAX_DATAGRAM + 4096, 8)
         if not data:
             return False
