@@ -230,7 +230,7 @@ class WorkFolder:
 
     def _other(self, paths: Iterable[str]) -> dict[str, tuple[bytes | None, int]]:
         """Return the content and the mode of those files of the folder that are not as they were copied."""
-        found = {path: self._read_file(path) for path in paths}
+        found = {path: self._content_and_mode(path) for path in paths}
         return {path: file for path, file in found.items() if _state(path, *file) != self._copied.get(path, "")}
 
     async def _copy_again(self, slot: Slot, files: Mapping[str, tuple[bytes | None, int]]) -> None:
@@ -305,7 +305,7 @@ class WorkFolder:
     async def _change(self, slot: Slot, path: str, room: int) -> FolderChange | None:
         """Return how a file differs from that of the folder; None if it does not. At most `room` bytes are read."""
         entry = self._seen.get(path)
-        before, here = self._read_file(path)
+        before, here = self._content_and_mode(path)
         problem = CHANGED_HERE if _state(path, before, here) != self._copied.get(path, "") else ""
         if entry is None:
             return None if before is None else FolderChange(path, "deleted", before, None, 0, problem, here)
@@ -423,7 +423,7 @@ class WorkFolder:
             return BEHIND_A_LINK
         if change.link and not self._leads_inside(change.path, os.fsdecode(change.after or b"")):
             return LEADS_OUT
-        before, here = self._read_file(change.path)
+        before, here = self._content_and_mode(change.path)
         unread = before is None and os.path.lexists(target)
         other = stat.S_ISLNK(here) != stat.S_ISLNK(change.mode_before) or _differ(change.path, before, change.before)
         return CHANGED_HERE if unread or other else ""
@@ -435,7 +435,7 @@ class WorkFolder:
         left: dict[str, FolderChange] = {}
         while len(self._written) > written:
             last = self._written.pop()
-            now, here = self._read_file(last.path)
+            now, here = self._content_and_mode(last.path)
             change = FolderChange(last.path, "restored", now, last.before, last.mode, mode_before=here)
             problem = NOT_KEPT if last.lost else "" if self._is_writable(self.root / last.path) else CHANGED_HERE
             if _state(last.path, now, here) != last.after:
@@ -534,7 +534,7 @@ class WorkFolder:
             for path, kind, stamp, mode, link in zip(*[names] * 5, strict=True)
         }
 
-    def _read_file(self, path: str) -> tuple[bytes | None, int]:
+    def _content_and_mode(self, path: str) -> tuple[bytes | None, int]:
         """Return the content and the mode of a file of the folder, or the target of a symlink and its mode. The content
         is None if there is neither."""
         target = self.root / path

@@ -99,14 +99,14 @@ class _Calls:
     async def answer(self, request: bytes | None) -> bytes:
         """Run one call and return the payload of the answer. Raises `PalaestraError` as the tool does."""
         if request is None:
-            return _refusal(f"the arguments of a call may have at most {MAX_REQUEST_BYTES} bytes")
+            return _refusal_reply(f"the arguments of a call may have at most {MAX_REQUEST_BYTES} bytes")
         try:
             asked = json.loads(request)
             name, arguments = str(asked["tool"]), asked["arguments"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return _refusal("this is not a call")
+            return _refusal_reply("this is not a call")
         if self.made >= MAX_CALLS:
-            return _refusal(f"a program may make at most {MAX_CALLS} calls; nothing was run")
+            return _refusal_reply(f"a program may make at most {MAX_CALLS} calls; nothing was run")
         self.made += 1
         outcome = await self._outcome(name, arguments)
         self.run.state(InnerCalls).called(name, arguments, outcome.text)
@@ -202,7 +202,7 @@ async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
             await asyncio.shield(both())
 
 
-def _refusal(why: str) -> bytes:
+def _refusal_reply(why: str) -> bytes:
     return json.dumps({"refused": why}).encode()
 
 
