@@ -97,7 +97,7 @@ class SlotServer:
         self._groups = GroupNetworks(BridgeExchange(self.loop))
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "start": self._start_deferred, "renew": self._renew, "destroy": self._destroy,
-            "ask": self._ask, "freeze": self._frozen.freeze, "checkpoint": self._checkpoint, "seal": self._seal,
+            "ask": self._ask, "freeze": self._frozen.freeze_slot, "checkpoint": self._checkpoint, "seal": self._seal,
             "stats": self._stats, **dict.fromkeys(server_slot.ANSWERS, self._answer_query),
             **dict.fromkeys(server_slot.OPERATIONS, self._in_slot),
         }  # fmt: skip
@@ -340,7 +340,7 @@ class SlotServer:
         with self._frozen.exclusively(slot):
             # Before the freeze, so that the next checkpoint does not trust a file that was written during it.
             begun, begun_ns = time.monotonic(), time.time_ns()
-            stopped = yield from freezer.freeze(slot.pid)
+            stopped = yield from freezer.freeze_processes(slot.pid)
             try:
                 mapped = freezer.maps_files_shared(slot.pid)
                 layer, copied = yield from checkpoints.checkpoint(slot.files, mapped, begun_ns)

@@ -96,7 +96,7 @@ class BackgroundProcesses:
             else:
                 supervisor.send(FrameKind.ERROR, frame.request, error)
 
-        argv = fields.get("argv") or [f"/bin/{supervisor.shell()}", "-c", fields["command"]]
+        argv = fields.get("argv") or [f"/bin/{supervisor.shell_name()}", "-c", fields["command"]]
         size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
         env = supervisor.with_variables(fields["env"])
         apart = bool(fields.get("apart"))

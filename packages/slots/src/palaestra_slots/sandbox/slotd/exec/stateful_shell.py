@@ -121,7 +121,7 @@ class ShellProcess:
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int], cwd: str, env: EnvBlock) -> None:
         self._supervisor, self._loop, self._numbers = supervisor, supervisor.loop, numbers
         self._cwd, self._env = cwd, env
-        self.kind = supervisor.shell()
+        self.kind = supervisor.shell_name()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
         self._input, self._command = pipes.MemoryFile(), pipes.MemoryFile()
