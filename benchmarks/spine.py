@@ -98,8 +98,8 @@ PARTS = {
             "palaestra_tokens/token_exact/managed_chat.py:ManagedChat.chat_completion",
             "rollouts/turn_log.py:TurnLog.record",
             "rollouts/rollout.py:Rollout.trajectory",
-            "rollouts/group.py:GroupRun._write",
-            "rollouts/export/atropos.py:GroupsFile._write",
+            "rollouts/group.py:GroupRun._write_record",
+            "rollouts/export/atropos.py:GroupsFile._write_lines",
         )
     ),
 }

@@ -99,7 +99,7 @@ def audit_environment(plan: Plan, progress: Progress) -> Audit:
     """Audit an environment, and write the result after each task. Raises `ConfigError` if it cannot be loaded."""
     with exported(read_keys(Path.cwd())):
         earlier = _earlier(plan)
-        others = {} if plan.against is None else dict(_lines(plan.against))
+        others = {} if plan.against is None else dict(_jsonl_lines(plan.against))
         form, parsed = load_audited(plan.reference, plan.settings)
         return asyncio.run(_audit(form, parsed, plan, progress, earlier, others))
 
@@ -132,7 +132,7 @@ async def _audit(
         found: dict[str, TaskAudit] = {}
         solved: dict[str, str] = {}
 
-        def collect() -> None:
+        def update_tasks() -> None:
             # What an earlier audit found about tasks that are still to come stays in the file.
             every = known | found
             audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
@@ -143,7 +143,7 @@ async def _audit(
         width = asyncio.Semaphore(plan.jobs)
         salt = _salt(form, parsed, plan)
 
-        async def one(position: int, task: Task) -> None:
+        async def audit_task(position: int, task: Task) -> None:
             async with width:
                 resolved, error = await _resolved(environment, task)
                 digest = _task_digest(resolved, salt)
@@ -159,20 +159,20 @@ async def _audit(
                     found[task.id] = await _audit_task(
                         task, position, resolved, error, digest, trials, plan, _sisters(tasks, position)
                     )
-                    collect()
+                    update_tasks()
                     write_audit(audit, plan.out)  # the file has what earlier audits found
                 progress(audit, found[task.id])
 
         try:
             async with asyncio.TaskGroup() as group:
                 for position, task in enumerate(tasks):
-                    group.create_task(one(position, task))
+                    group.create_task(audit_task(position, task))
         except ExceptionGroup as errors:  # a full disk, for example, is one error for the user
             for error in errors.exceptions:
                 if isinstance(error, PalaestraError):
                     raise error from errors
             raise
-        collect()
+        update_tasks()
         if Kind.DUPLICATE in plan.kinds:
             _add_duplicates(audit, tasks, solved, others, asked_later=environment.has_user)
         write_audit(audit, plan.out)
@@ -230,10 +230,10 @@ async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, 
         return None, str(error)
     except Exception as error:  # code of the task's author
         logger.debug("task %s cannot be resolved", task.id, exc_info=True)
-        return None, _described(error)
+        return None, _error_text(error)
 
 
-def _described(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -316,7 +316,7 @@ async def _audit_task(
         raise
     except Exception as failure:  # one odd task must not end the audit of the others
         logger.warning("the audit of task %s ended early", task.id, exc_info=True)
-        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_described(failure)}"))
+        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_error_text(failure)}"))
         result.complete = False
     finally:
         for name in {task.id, resolved.id}:
@@ -339,7 +339,7 @@ def _add_duplicates(
     `solved` has the solution and the answer of each task, `others` the prompts of another file by their places. If a
     user asks later (`asked_later`), tasks begin alike, and differ in what the user knows."""
     by_id = {each.id: each for each in audit.tasks}
-    texts = {task.id: _text(task) for task in tasks if task.id in by_id}
+    texts = {task.id: _prompt_text(task) for task in tasks if task.id in by_id}
     for name in texts:
         by_id[name].findings = [each for each in by_id[name].findings if each.kind is not Kind.DUPLICATE]
     first_of: dict[str, str] = {}
@@ -349,7 +349,7 @@ def _add_duplicates(
         right = [solved.get(task.id), task.answer, task.data]
         if not asked_later and right[0]:
             right = right[:1]
-        key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
+        key = (" ".join(_prompt_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_stable_json(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
@@ -387,11 +387,11 @@ def _stable_json(value: JSON) -> str:
         return repr(value)
 
 
-def _text(task: Task) -> str:
+def _prompt_text(task: Task) -> str:
     return "\n".join(str(each.get("content")) for each in task.messages())
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _jsonl_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each line of a JSONL file of tasks or rows. Raises `ConfigError`."""
     try:
         # Not `splitlines`, because JSON may have other line ends in its strings.

@@ -171,9 +171,9 @@ class Audited:
         self.tool = await self.trials.command_tool(self.given, nothing, self.number, spec)
         self.prepare_s = group.prepare_s  # of the first trial: later ones start from a fork
         if self.task.solution is None and not self.unprepared and not self.leak:
-            await self._answer()
+            await self._try_answer()
 
-    async def _answer(self) -> None:
+    async def _try_answer(self) -> None:
         """Look for a reply with the stored answer that earns the full score. If the agent has a tool that runs
         commands, and the prompt speaks of files, the answer may belong there."""
         answer = self.task.answer
@@ -531,7 +531,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
     for number in range(len(audited.task.solutions)):
         trial = Trial(steps=[Step(reference=number + 1)])
         verdict, _, _ = await audited.play(trial)
-        if finding := _refused(f"solutions[{number}] of the task", verdict, trial, certain=True):
+        if finding := _refusal_finding(f"solutions[{number}] of the task", verdict, trial, certain=True):
             yield finding
     if audited.reply is not None and audited.holds:
         async for each in _other_replies(audited, audited.reply):
@@ -555,7 +555,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         if audited.trials.has_turns(audited.task, trial):
             continue
         verdict, _, _ = await audited.play(trial)
-        if finding := _refused(variant.what, verdict, trial, certain=variant.certain, names=variant.names):
+        if finding := _refusal_finding(variant.what, verdict, trial, certain=variant.certain, names=variant.names):
             finding.detail = audited.difference(variant.files)
             yield await audited.unsteady(trial, verdict) or finding
 
@@ -568,7 +568,7 @@ async def _other_replies(audited: Audited, reply: str) -> AsyncIterator[Found]:
             return
         trial = Trial(steps=[Step(say=text)])
         verdict, _, _ = await audited.play(trial)
-        if finding := _refused(f"the right reply {what}", verdict, trial, certain=False):
+        if finding := _refusal_finding(f"the right reply {what}", verdict, trial, certain=False):
             yield await audited.unsteady(trial, verdict) or finding
 
 
@@ -578,7 +578,9 @@ _COMMIT = (
 )
 
 
-def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool, names: bool = False) -> Finding | None:
+def _refusal_finding(
+    what: str, verdict: Verdict, trial: Trial, *, certain: bool, names: bool = False
+) -> Finding | None:
     """Return the finding if right work was refused. If the benchmark's own protocol refuses it too, it is a note: the
     task may ask for the very form. It cannot ask for `names` that its prompt does not have."""
     if _is_full(verdict):
@@ -733,7 +735,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             if places:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
                 # The task may ask for a copy or another name of this very file.
-                asks = all(_names(_text_of(task.solution), place, path) for place in places)
+                asks = all(_names_file(_text_of(task.solution), place, path) for place in places)
                 yield Finding(kind=Kind.LEAKS, what=what, note=asks, places=places)
         for line in await _telling_variables(slot, sign, answer):
             what = f"the variable {line.partition('=')[0]} of the sandbox has the answer"
@@ -745,7 +747,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         texts = [*short, *(data.decode(errors="replace") for data in long.values()), *([sign] if sign else [])]
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"
-            named = _names(_text_of(task.solution), place, "")
+            named = _names_file(_text_of(task.solution), place, "")
             unsure = named or len(text) < _LEAST_COPY
             yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=text, places=[place])
         if answer is not None:
@@ -903,7 +905,7 @@ def _text_of(solution: Solution | None) -> str:
     return "\n".join(each if isinstance(each, str) else repr(each) for each in steps)
 
 
-def _names(solution: str, place: str, written: str) -> bool:
+def _names_file(solution: str, place: str, written: str) -> bool:
     """Return whether the text of a solution names the file at `place`, whose content it leaves in `written`: by its
     path or its name, or, for a command that copies, by a folder above it. A name without a dot may be a word of the
     content, so it counts only for such a command too."""

@@ -203,10 +203,10 @@ class Patches:
                 findings = [each for each in task.findings if each.kind is kind and not each.note]
                 if findings:
                     path = self.folder / _file_name(task.id, kind)
-                    why = self._write(task, findings, path)
+                    why = self._write_patch(task, findings, path)
                     yield f"no patch for {task.id}/{kind}: {why}" if why else f"patch for {task.id}/{kind}: {path}"
 
-    def _write(self, task: TaskAudit, findings: Sequence[Finding], path: Path) -> str:
+    def _write_patch(self, task: TaskAudit, findings: Sequence[Finding], path: Path) -> str:
         """Write the first change that holds. Return why there is none; nothing if there is."""
         source, why = _source(self.plan.reference, task.id), "no rule knows a change"
         if source is None:

@@ -192,7 +192,7 @@ def step_text(step: Step) -> str:
     if step.say is not None:
         return f"say {step.say!r}"
     text = "\n".join(str(value) for value in step.arguments.values())
-    return f"{step.tool}: {_decoded(text)}"
+    return f"{step.tool}: {_decoded_writes(text)}"
 
 
 def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[str]:
@@ -215,7 +215,7 @@ def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[st
             yield f"  {'user: ' if role == 'user' else ''}{text!s:.{_MOST_SHOWN}}"
 
 
-def _decoded(text: str) -> str:
+def _decoded_writes(text: str) -> str:
     parts = text.split("base64 -d <<'END' > ")
     for number, part in enumerate(parts[1:], start=1):
         path, _, rest = part.partition("\n")

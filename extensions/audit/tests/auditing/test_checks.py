@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra_audit.audit import _reworded
-from palaestra_audit.checks import _has, _is_told, _names
+from palaestra_audit.checks import _has, _is_told, _names_file
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from palaestra_audit.checks import _has, _is_told, _names
     ],
 )
 def test_a_file_that_the_solution_names_is_no_leak(solution: str, place: str, written: str, named: bool) -> None:
-    assert _names(solution, place, written) is named
+    assert _names_file(solution, place, written) is named
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _image_paths(text: str) -> Iterator[Path]:
     for match in _IMAGE_PATH.finditer(text):
         path = match[2] or match[3].replace("\\ ", " ")
         if not path.startswith("@"):
-            yield _path(path.removeprefix("file://"))
+            yield _expanded_path(path.removeprefix("file://"))
 
 
 def _is_image_file(path: Path) -> bool:
@@ -82,9 +82,9 @@ def _named_paths(text: str) -> list[Path]:
     for exact, bare in _NAMED.findall(text):
         if _ADDRESS.match(exact or bare):
             continue
-        path = _path(exact or bare.replace("\\ ", " "))
+        path = _expanded_path(exact or bare.replace("\\ ", " "))
         if not exact and not path.is_file():  # the sentence may go on behind the name, or end there
-            path = _path(_without_end(bare).replace("\\ ", " "))
+            path = _expanded_path(_without_end(bare).replace("\\ ", " "))
         named.append(path)
     return list(dict.fromkeys(named))
 
@@ -97,7 +97,7 @@ def _without_end(name: str) -> str:
     return bare
 
 
-def _path(name: str) -> Path:
+def _expanded_path(name: str) -> Path:
     """Return the path of this name. The home directory of a user who does not exist stays as it is written."""
     try:
         return Path(name).expanduser()
@@ -113,7 +113,7 @@ def with_files(text: str, *, piped: str = "") -> JSON:
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)
     for path in named:
-        data = _read(path)
+        data = _read_attachment(path)
         if (kind := image_type(data)) is not None:
             parts.append(image_part(data, kind))
         elif path.suffix.lower() in _IMAGE_SUFFIXES:
@@ -125,7 +125,7 @@ def with_files(text: str, *, piped: str = "") -> JSON:
     return [{"type": "text", "text": text}, *parts] if parts else text
 
 
-def _read(path: Path) -> bytes:
+def _read_attachment(path: Path) -> bytes:
     """Return the content of a file. Raises `ConfigError` if it is too large for its type."""
     try:
         with open(path, "rb") as file:

@@ -218,7 +218,7 @@ class Conversation:
                 if (cut := self.history.open_turn()) is not None:
                     self.history.finish(cut, "interrupted", "the program ended during the turn")
                 known = self.history.begin(content, message_id)
-            async with aclosing(self._play(known)) as events:
+            async with aclosing(self._play_turn(known)) as events:
                 async for event in events:
                     yield event
 
@@ -227,7 +227,7 @@ class Conversation:
         async with self._busy:
             turn = self.history.open_turn()
             if turn is not None:
-                async with aclosing(self._play(turn)) as events:
+                async with aclosing(self._play_turn(turn)) as events:
                     async for event in events:
                         yield event
 
@@ -279,7 +279,9 @@ class Conversation:
         later = sent[len(kept) :]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
-            other.slots.share(self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed))))
+            other.slots.share_folder(
+                self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed)))
+            )
         copied = [each.number for each in other.history.messages_sent()]
         other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
@@ -372,7 +374,7 @@ class Conversation:
 
     # One turn
 
-    async def _play(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
+    async def _play_turn(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
         """Run a turn and yield its events. Notices that nobody has taken come first."""
         running = self._turn = RunningTurn(
             turn, self._store, self.history, self.model, self.context, self.people.waiting

@@ -76,7 +76,7 @@ class ConversationSlots:
         self.about: Sequence[str] = ()
         """What the person and the model should know about the copy in the present slot."""
 
-    def share(self, folder: WorkFolder | None) -> None:
+    def share_folder(self, folder: WorkFolder | None) -> None:
         """Copy this folder into each new slot, or none."""
         self.folder = folder
 
@@ -216,7 +216,7 @@ class Checkpoints:
                 point.problem = f"{_NOT_HERE} ({error})"
         self._points[turn] = point
         while len(self._points) > self._service.settings.checkpoints:
-            await self._drop(min(self._points))
+            await self._drop_checkpoint(min(self._points))
 
     def before(self, turn: int) -> Checkpoint | None:
         """Return the checkpoint before this turn, or None if none was kept."""
@@ -271,7 +271,7 @@ class Checkpoints:
             left = folder.take_back(point.written, point.refreshed)
         await self._replace_slot(point.snapshot)
         for later in [number for number in self._points if number >= turn]:
-            await self._drop(later)
+            await self._drop_checkpoint(later)
         if not had_slot and point.snapshot is None and before == point.written:
             return "", []
         restored = "the files are as they were before it"
@@ -294,9 +294,9 @@ class Checkpoints:
     async def clear(self) -> None:
         """Drop all checkpoints."""
         for turn in list(self._points):
-            await self._drop(turn)
+            await self._drop_checkpoint(turn)
 
-    async def _drop(self, turn: int) -> None:
+    async def _drop_checkpoint(self, turn: int) -> None:
         point = self._points.pop(turn)
         point.users -= 1
         if point.snapshot is not None and not point.users:

@@ -58,7 +58,7 @@ class FolderChange:
         return self._content_diff()
 
     def _content_diff(self) -> str:
-        texts = [_text(data) for data in (self.before, self.after)]
+        texts = [_decoded_text(data) for data in (self.before, self.after)]
         if None in texts:
             return f"{self.kind} binary file {self.path} ({len(self.after or b'')} bytes)\n"
         before, after = ((text or "").splitlines(keepends=True) for text in texts)
@@ -124,7 +124,7 @@ def subjects(changes: Sequence[FolderChange]) -> list[str]:
     return found
 
 
-def _text(data: bytes | None) -> str | None:
+def _decoded_text(data: bytes | None) -> str | None:
     if data is None:
         return ""
     try:

@@ -57,12 +57,12 @@ def fingerprint(path: str, data: bytes | None) -> str:
     count, because every `git status` may refresh them."""
     if data is None:
         return ""
-    if split(path)[1] == "index" and (entries := _entries(data)) is not None:
+    if split(path)[1] == "index" and (entries := _index_entries(data)) is not None:
         data = entries
     return hashlib.sha256(data).hexdigest()
 
 
-def _entries(index: bytes) -> bytes | None:
+def _index_entries(index: bytes) -> bytes | None:
     """Return the modes, hashes, flags and names in an index. None for an index of another version than 2 and 3, or of a
     repository with SHA-256.
 

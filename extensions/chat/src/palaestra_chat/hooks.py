@@ -137,7 +137,7 @@ def _hooks(groups: JSON, where: str) -> list[Hook]:
         listed = group.get("hooks") if isinstance(group, dict) else None
         if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
             raise ConfigError(f'{place}: expected {{"matcher": …, "hooks": [{{"type": "command", "command": …}}]}}')
-        tools = _tools(group.get("matcher", ""), place)
+        tools = _tool_matcher(group.get("matcher", ""), place)
         found += [_hook(each, tools, place) for each in listed]
     return found
 
@@ -156,7 +156,7 @@ def _hook(given: Mapping[str, JSON], tools: frozenset[str] | re.Pattern[str] | N
     return Hook(command, tools, float(timeout_s), failure == "block")
 
 
-def _tools(matcher: JSON, place: str) -> frozenset[str] | re.Pattern[str] | None:
+def _tool_matcher(matcher: JSON, place: str) -> frozenset[str] | re.Pattern[str] | None:
     if not isinstance(matcher, str):
         raise ConfigError(f"{place}: matcher is the name of a tool or a regular expression, not {matcher!r}")
     if matcher.strip() in ("", "*"):
@@ -210,7 +210,7 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             return HookAnswer(problem=f"could not be started: {error}")
         try:
             async with asyncio.timeout(hook.timeout_s):
-                while process.returncode is None and _size(out, err) <= MAX_OUTPUT_BYTES:  # noqa: ASYNC110 - no event for size
+                while process.returncode is None and _largest_size(out, err) <= MAX_OUTPUT_BYTES:  # noqa: ASYNC110 - no event for size
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return HookAnswer(problem=f"did not end within {hook.timeout_s:g} s and was killed")
@@ -218,23 +218,23 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has left in the background
             code = await asyncio.shield(process.wait())
-        if _size(out, err) > MAX_OUTPUT_BYTES:
+        if _largest_size(out, err) > MAX_OUTPUT_BYTES:
             return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
-        return _answer(code, _text(out), _text(err), str(event["tool_name"]))
+        return _hook_answer(code, _output_text(out), _output_text(err), str(event["tool_name"]))
 
 
-def _size(*files: IO[bytes]) -> int:
+def _largest_size(*files: IO[bytes]) -> int:
     return max(os.fstat(file.fileno()).st_size for file in files)
 
 
-def _text(file: IO[bytes]) -> str:
+def _output_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
 
 
-def _answer(code: int, out: str, err: str, name: str) -> HookAnswer:
+def _hook_answer(code: int, out: str, err: str, name: str) -> HookAnswer:
     if code == 2:  # the code with which a hook refuses; all others are its own failures
-        return HookAnswer("deny", _short(err) or "no reason was given")
+        return HookAnswer("deny", _capped_text(err) or "no reason was given")
     if code != 0:
         said = f": {err[-500:]}" if err else ""
         return HookAnswer(problem=f"failed with exit code {code}{said}")
@@ -260,12 +260,12 @@ def _answer(code: int, out: str, err: str, name: str) -> HookAnswer:
         return HookAnswer(problem=f"printed an updatedInput that is not an object: {changed!r:.100}")
     return HookAnswer(
         decision,
-        _short(reason) or ("no reason was given" if decision == "deny" else ""),
+        _capped_text(reason) or ("no reason was given" if decision == "deny" else ""),
         None if changed is None else _arguments_from(name, changed),
-        _short(special.get("additionalContext") or ""),
-        _short(reply.get("systemMessage") or ""),
+        _capped_text(special.get("additionalContext") or ""),
+        _capped_text(reply.get("systemMessage") or ""),
     )
 
 
-def _short(text: object) -> str:
+def _capped_text(text: object) -> str:
     return str(text)[:MAX_TEXT_CHARS].strip()

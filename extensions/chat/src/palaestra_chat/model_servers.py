@@ -49,7 +49,7 @@ class FoundServer:
 async def local_servers(ports: Mapping[str, int] = PORTS) -> list[FoundServer]:
     """Return the servers on these ports of the loopback address that list models."""
 
-    async def probe(name: str, port: int) -> FoundServer | None:
+    async def models_on_port(name: str, port: int) -> FoundServer | None:
         url = f"http://127.0.0.1:{port}/v1"
         try:
             async with asyncio.timeout(_PROBE_S):
@@ -58,7 +58,7 @@ async def local_servers(ports: Mapping[str, int] = PORTS) -> list[FoundServer]:
             return None
         return FoundServer(f"a server at {url} (the port of {name})", url, models) if models else None
 
-    found = await asyncio.gather(*(probe(name, port) for name, port in ports.items()))
+    found = await asyncio.gather(*(models_on_port(name, port) for name, port in ports.items()))
     return [each for each in found if each is not None]
 
 

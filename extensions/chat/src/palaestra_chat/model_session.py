@@ -145,10 +145,10 @@ class ModelImages:
             if why is not None:
                 raise why from None
             raise
-        self._refused(new, why, none_at_all=why is None or (len(known) > 0 and not any(known.values())))
+        self._record_refusal(new, why, none_at_all=why is None or (len(known) > 0 and not any(known.values())))
         return completion
 
-    def _refused(self, images: Sequence[JSON], why: EngineError | None, *, none_at_all: bool) -> None:
+    def _record_refusal(self, images: Sequence[JSON], why: EngineError | None, *, none_at_all: bool) -> None:
         name = self._model.name
         self._learn(images, taken=False)
         reason = "its exact-token interface takes only text" if why is None else str(why)

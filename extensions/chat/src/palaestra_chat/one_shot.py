@@ -85,7 +85,7 @@ class Which:
             conversation.history.rename(self.title)
         if self.place is not None and not self.place.why:
             conversation.history.change_settings(**self.place.settings)
-            conversation.slots.share(WorkFolder(self.place.folder) if self.place.shared else None)
+            conversation.slots.share_folder(WorkFolder(self.place.folder) if self.place.shared else None)
         return conversation
 
 
@@ -118,7 +118,7 @@ async def answer_once(
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
             try:
-                ended = await _turn(conversation, content, which.message_id, write, as_json=as_json)
+                ended = await _play_turn(conversation, content, which.message_id, write, as_json=as_json)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
             if not as_json:
@@ -133,7 +133,7 @@ async def answer_once(
         return _exit_code(conversation, ended)
 
 
-async def _turn(
+async def _play_turn(
     conversation: Conversation,
     content: object,
     message_id: str | None,
@@ -164,17 +164,17 @@ async def _write_back(
     if not changes:
         return
     if mode != "yes":
-        write(Notice(text=f"Not written back ({names(changes)}); allow it with --write yes", kind="workdir"))
+        write(Notice(text=f"Not written back ({change_names(changes)}); allow it with --write yes", kind="workdir"))
         return
     left = folder.apply(changes)
     paths = {change.path for change in left}
     if written := [change for change in changes if change.path not in paths]:
-        write(Notice(text=f"Written to {folder.root}: {names(written)}", kind="workdir"))
+        write(Notice(text=f"Written to {folder.root}: {change_names(written)}", kind="workdir"))
     for edit in edits(left):
         write(Notice(text=f"Left out: {edit.name}: {edit.changes[0].problem}", kind="workdir"))
 
 
-def names(changes: Sequence[FolderChange], most: int = 20) -> str:
+def change_names(changes: Sequence[FolderChange], most: int = 20) -> str:
     """Return what the changes are, in one line."""
     return some([edit.name for edit in edits(changes)], most)
 

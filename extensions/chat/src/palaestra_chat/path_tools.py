@@ -74,11 +74,11 @@ def tools_from(path: str, home: Path, project: Path | None) -> PathTools:
         if not os.path.isdir(entry):
             continue
         folder = Path(entry).resolve()
-        trees = [] if _in(folder, _SYSTEM) or _inside(folder, project) else list(_trees(folder, home, project))
+        trees = [] if _in(folder, _SYSTEM) or _is_inside(folder, project) else list(_trees(folder, home, project))
         mounted.update(dict.fromkeys(trees))
         if _in(folder, _SYSTEM):
             shown.append(entry)
-        elif trees or _inside(folder, project):
+        elif trees or _is_inside(folder, project):
             shown.append(str(folder))
         else:
             missing.append(str(folder))
@@ -108,17 +108,22 @@ def _trees(folder: Path, home: Path, project: Path | None) -> Iterator[str]:
         if folder.is_relative_to(home / name):
             for tree in (home / name, *(home / each for each in needed)):
                 # A link in place of such a folder may lead anywhere.
-                if tree.is_dir() and tree.resolve() == tree and not _inside(project, tree):
+                if tree.is_dir() and tree.resolve() == tree and not _is_inside(project, tree):
                     yield str(tree)
             return
     for pattern in _MACHINE:
         tree = Path(*folder.parts[: len(Path(pattern).parts)])
-        if tree.match(pattern) and folder.is_relative_to(tree) and _open(tree) and not _inside(project, tree):
+        if (
+            tree.match(pattern)
+            and folder.is_relative_to(tree)
+            and _is_world_readable(tree)
+            and not _is_inside(project, tree)
+        ):
             yield str(tree)
             return
 
 
-def _open(tree: Path) -> bool:
+def _is_world_readable(tree: Path) -> bool:
     """Return whether a folder belongs to the system, so that everybody may read what everybody may read in it."""
     about = tree.stat()
     return about.st_uid == 0 and about.st_mode & 0o007 == stat.S_IROTH | stat.S_IXOTH
@@ -138,5 +143,5 @@ def _in(path: Path, folders: Sequence[str]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _inside(path: Path | None, folder: Path | None) -> bool:
+def _is_inside(path: Path | None, folder: Path | None) -> bool:
     return path is not None and folder is not None and path.is_relative_to(folder)

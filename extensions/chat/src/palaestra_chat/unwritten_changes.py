@@ -65,7 +65,7 @@ class UnwrittenChanges:
             for change in changes:
                 if change.after is not None and change not in as_patch:
                     self._write_file(self._current / "files" / change.path, change)
-        return f"{plural(len(edits(changes)), 'change')} not written to {root}. {_about(self._current, root)}"
+        return f"{plural(len(edits(changes)), 'change')} not written to {root}. {_kept_changes(self._current, root)}"
 
     def new_sandbox(self) -> None:
         """Keep the changes of the next sandbox beside those that are kept."""
@@ -74,7 +74,9 @@ class UnwrittenChanges:
     def saved(self) -> list[str]:
         """Return where the kept changes are, one text for each sandbox that has some."""
         found = sorted(self._folder.glob("*/root"))
-        return [_about(each.parent, Path(each.read_text(errors="surrogateescape").rstrip("\n"))) for each in found]
+        return [
+            _kept_changes(each.parent, Path(each.read_text(errors="surrogateescape").rstrip("\n"))) for each in found
+        ]
 
     def _write_file(self, path: Path, change: FolderChange) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +87,7 @@ class UnwrittenChanges:
             file.write(change.after or b"")
 
 
-def _about(folder: Path, root: Path) -> str:
+def _kept_changes(folder: Path, root: Path) -> str:
     """Return what is kept in a folder, and how to take it."""
     ways = []
     if (folder / "changes.patch").exists():

@@ -218,7 +218,7 @@ class WorkFolder:
             if repository not in committed and sum(len(data or b"") for data, _ in new.values()) <= MAX_HISTORY_BYTES:
                 commits.append(repository)
                 copied |= new
-                _take(self._stamps, stamps, paths)
+                _copy_entries(self._stamps, stamps, paths)
             else:
                 state = str([stamps.get(path) for path in filter(_is_history, paths)])
                 if self._told.get(repository) != state:
@@ -231,7 +231,7 @@ class WorkFolder:
 
     def _other(self, paths: Iterable[str]) -> dict[str, tuple[bytes | None, int]]:
         """Return the content and the mode of those files of the folder that are not as they were copied."""
-        found = {path: self._read(path) for path in paths}
+        found = {path: self._content_and_mode(path) for path in paths}
         return {
             path: file
             for path, file in found.items()
@@ -265,15 +265,15 @@ class WorkFolder:
         now = await self._list_workspace(slot)
         for path, (data, mode) in files.items():
             self._refreshed.append((path, self._copied.get(path), self._listed.get(path)))
-            _put(self._copied, path, _content_fingerprint(path, data, mode) or None)
-            _put(self._listed, path, now.get(path))
+            _set_or_remove(self._copied, path, _content_fingerprint(path, data, mode) or None)
+            _set_or_remove(self._listed, path, now.get(path))
 
     def _forget_refreshed(self, refreshed: int) -> None:
         """Forget all but the first `refreshed` files that were copied again, for a slot that does not have them."""
         while len(self._refreshed) > refreshed:
             path, copied, listed = self._refreshed.pop()
-            _put(self._copied, path, copied)
-            _put(self._listed, path, listed)
+            _set_or_remove(self._copied, path, copied)
+            _set_or_remove(self._listed, path, listed)
             if self._stamps is not None:
                 self._stamps.pop(path, None)
 
@@ -310,7 +310,7 @@ class WorkFolder:
     async def _change(self, slot: Slot, path: str, room: int) -> FolderChange | None:
         """Return how a file differs from that of the folder; None if it does not. At most `room` bytes are read."""
         entry = self._seen.get(path)
-        before, here = self._read(path)
+        before, here = self._content_and_mode(path)
         problem = CHANGED_HERE if _content_fingerprint(path, before, here) != self._copied.get(path, "") else ""
         if entry is None:
             return None if before is None else FolderChange(path, "deleted", before, None, 0, problem, here)
@@ -379,7 +379,7 @@ class WorkFolder:
             target, problem = self.root / change.path, change.problem or self._obstacle(change)
             if not problem:
                 try:
-                    self._write(target, change)
+                    self._write_change(target, change)
                 except OSError as error:
                     problem = f"it cannot be written: {error.strerror or error}"
             if problem:
@@ -419,16 +419,16 @@ class WorkFolder:
 
     def decline(self, change: FolderChange) -> None:
         """Leave the person's file as it is: `changes` returns this change no more, but every later one."""
-        _put(self._listed, change.path, self._seen.get(change.path))
+        _set_or_remove(self._listed, change.path, self._seen.get(change.path))
 
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""
         target = self.root / change.path
-        if not self._inside(target):
+        if not self._is_writable(target):
             return BEHIND_A_LINK
         if change.link and not self._leads_inside(change.path, os.fsdecode(change.after or b"")):
             return LEADS_OUT
-        before, here = self._read(change.path)
+        before, here = self._content_and_mode(change.path)
         unread = before is None and os.path.lexists(target)
         other = stat.S_ISLNK(here) != stat.S_ISLNK(change.mode_before) or _differ(change.path, before, change.before)
         return CHANGED_HERE if unread or other else ""
@@ -440,9 +440,9 @@ class WorkFolder:
         left: dict[str, FolderChange] = {}
         while len(self._written) > written:
             last = self._written.pop()
-            now, here = self._read(last.path)
+            now, here = self._content_and_mode(last.path)
             change = FolderChange(last.path, "restored", now, last.before, last.mode, mode_before=here)
-            problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
+            problem = NOT_KEPT if last.lost else "" if self._is_writable(self.root / last.path) else CHANGED_HERE
             if _content_fingerprint(last.path, now, here) != last.after:
                 problem = CHANGED_HERE
             if not problem and last.path not in left:
@@ -457,11 +457,11 @@ class WorkFolder:
         self._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
         return list(left.values())
 
-    def _write(self, target: Path, change: FolderChange) -> None:
+    def _write_change(self, target: Path, change: FolderChange) -> None:
         """Write a change, and remember what was there before."""
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
         self._replace(target, change)
-        _put(self._listed, change.path, self._seen.get(change.path))
+        _set_or_remove(self._listed, change.path, self._seen.get(change.path))
         after = _content_fingerprint(change.path, change.after, change.mode)
         self._written.append(_Written(change.path, change.before, change.mode_before, after, made))
         room = MAX_KEPT_BYTES
@@ -539,12 +539,12 @@ class WorkFolder:
             for path, kind, stamp, mode, link in zip(*[names] * 5, strict=True)
         }
 
-    def _read(self, path: str) -> tuple[bytes | None, int]:
+    def _content_and_mode(self, path: str) -> tuple[bytes | None, int]:
         """Return the content and the mode of a file of the folder, or the target of a symlink and its mode. The content
         is None if there is neither."""
         target = self.root / path
         try:
-            mode = target.lstat().st_mode if self._inside(target) else 0
+            mode = target.lstat().st_mode if self._is_writable(target) else 0
             if stat.S_ISLNK(mode):
                 return os.fsencode(os.readlink(target)), mode
             return (target.read_bytes(), mode) if stat.S_ISREG(mode) else (None, 0)
@@ -576,7 +576,7 @@ class WorkFolder:
         keys = {(folder / DOTENV).resolve() for folder in (self.root, real.parent)}
         return GIVES_KEYS if target.name.lower() == DOTENV or target.resolve() in keys else ""
 
-    def _inside(self, target: Path) -> bool:
+    def _is_writable(self, target: Path) -> bool:
         """Return whether a file may be written at `target`: no symlink leads to it, and it is not itself a
         directory."""
         return target.parent.resolve() == target.parent and not _is_folder(target)
@@ -640,12 +640,12 @@ def _is_history(path: str) -> bool:
     return history_of(path) is not None and split(path)[1] in HISTORY
 
 
-def _take(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
+def _copy_entries(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
     for path in paths:
-        _put(to, path, source.get(path))
+        _set_or_remove(to, path, source.get(path))
 
 
-def _put(files: dict[str, T], path: str, value: T | None) -> None:
+def _set_or_remove(files: dict[str, T], path: str, value: T | None) -> None:
     if value is None:
         files.pop(path, None)
     else:

@@ -88,21 +88,21 @@ class Kubectl:
 
     async def list_pods(self, selector: str) -> list[JSON]:
         """Return the pods that a label selector matches. Raises `KubernetesRefused`."""
-        return list((await self._request("get", self._path(labelSelector=selector)))["items"])
+        return list((await self._request("get", self._pods_path(labelSelector=selector)))["items"])
 
     async def pod(self, name: str) -> JSON:
         """Return a pod. Raises `KubernetesRefused`."""
-        return await self._request("get", self._path(name))
+        return await self._request("get", self._pods_path(name))
 
     async def create(self, pod: JSON) -> JSON:
         """Create a pod, and return it as the cluster has stored it. A field that the cluster does not know is refused
         (by clusters from Kubernetes 1.25). Raises `KubernetesRefused`."""
-        return await self._request("create", self._path(fieldValidation="Strict"), json.dumps(pod).encode())
+        return await self._request("create", self._pods_path(fieldValidation="Strict"), json.dumps(pod).encode())
 
     async def delete(self, name: str) -> None:
         """Delete a pod. Does nothing if it is gone. Raises `KubernetesRefused`."""
         try:
-            await self._request("delete", self._path(name, gracePeriodSeconds="1"))
+            await self._request("delete", self._pods_path(name, gracePeriodSeconds="1"))
         except KubernetesRefused as error:
             if error.reason != "NotFound":
                 raise
@@ -111,7 +111,7 @@ class Kubectl:
         """Yield the events of a pod, `ADDED`, `MODIFIED` or `DELETED`, each with the pod. The first is its state now.
         Ends after a few minutes. Raises `KubernetesRefused`."""
         selector = {"fieldSelector": f"metadata.name={name}", "timeoutSeconds": str(_WATCH_S)}
-        command = [*self._program, "get", "--raw", self._path(watch="true", **selector)]
+        command = [*self._program, "get", "--raw", self._pods_path(watch="true", **selector)]
         process = await self._spawn(command)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -168,7 +168,7 @@ class Kubectl:
             start_new_session=True,
         )
 
-    def _path(self, pod: str | None = None, **query: str) -> str:
+    def _pods_path(self, pod: str | None = None, **query: str) -> str:
         path = f"/api/v1/namespaces/{quote(self.namespace, safe='')}/pods"
         path += "" if pod is None else f"/{quote(pod, safe='')}"
         return f"{path}?{urlencode(query)}" if query else path

@@ -108,7 +108,7 @@ class OwnPod:
         try:
             await self._create_pod()
             async with asyncio.timeout(self._start_s):
-                await self._wait()
+                await self._wait_until_ready()
         except TimeoutError:
             reason = await self._state()
             await self.delete()
@@ -133,7 +133,7 @@ class OwnPod:
                 "pod. Request the isolation level confined, or use Kubernetes 1.33 or newer"
             )
 
-    async def _wait(self) -> None:
+    async def _wait_until_ready(self) -> None:
         """Wait until the pod is ready. Raises `SandboxError` when it cannot become ready."""
         waits_for = ""
         while True:

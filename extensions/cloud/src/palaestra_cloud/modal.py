@@ -283,7 +283,7 @@ class ModalBackend(RemoteBackend):
             raise ConfigError(f"Modal has no such secret: {error}. Create it, or change modal_secrets") from None
         except (sdk.exception.Error, OSError) as error:
             raise ConfigError(
-                f"Modal does not answer: {_text(error)}. Check the connection and MODAL_SERVER_URL"
+                f"Modal does not answer: {_error_text(error)}. Check the connection and MODAL_SERVER_URL"
             ) from None
 
     async def _end_leftovers(self) -> None:
@@ -438,10 +438,10 @@ class ModalBackend(RemoteBackend):
             except sdk.exception.ResourceExhaustedError as error:
                 pause = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**number)
                 if time.monotonic() + pause > deadline:
-                    raise SandboxError(f"Modal has no capacity for another sandbox: {_text(error)}") from None
+                    raise SandboxError(f"Modal has no capacity for another sandbox: {_error_text(error)}") from None
                 await asyncio.sleep(max(pause, min(await self.gate.throttled(), deadline - time.monotonic())))
             except (sdk.exception.Error, OSError) as error:
-                raise SandboxError(f"Modal cannot create a sandbox from {spec.image}: {_text(error)}") from None
+                raise SandboxError(f"Modal cannot create a sandbox from {spec.image}: {_error_text(error)}") from None
         raise AssertionError
 
 
@@ -583,7 +583,7 @@ class ModalClient(DistantClient):
         process = await _call_sandbox(_START_S, self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
         ours = stream.dup()
         ours.setblocking(False)
-        pumps = (self._send_all(ours, process), self._receive(ours, process))
+        pumps = (self._send_all(ours, process), self._receive_all(ours, process))
         self._tasks = [asyncio.create_task(pump) for pump in pumps]
 
     async def _deliver(self, stream: socket.socket) -> None:
@@ -598,9 +598,9 @@ class ModalClient(DistantClient):
             process.stdin.write_eof()
             await process.stdin.drain.aio()
         except Exception as error:
-            self._end(SlotLost(f"the connection to Modal's sandbox is gone: {_text(error)}"))
+            self._end(SlotLost(f"the connection to Modal's sandbox is gone: {_error_text(error)}"))
 
-    async def _receive(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
+    async def _receive_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
         """Forward the server's bytes until the server ends."""
         with ours:
             try:
@@ -611,7 +611,7 @@ class ModalClient(DistantClient):
                     self._log.write(errors)
                     self._log.flush()
             except Exception as error:
-                self._end(SlotLost(f"Modal's sandbox has ended: {_text(error)}"))
+                self._end(SlotLost(f"Modal's sandbox has ended: {_error_text(error)}"))
 
     async def aclose(self) -> None:
         self._end()
@@ -643,7 +643,7 @@ async def _call_sandbox(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
     try:
         return await _with_timeout(limit_s, work)
     except Exception as error:  # the client also raises errors of the libraries it uses
-        raise SlotLost(f"Modal's sandbox cannot run a command: {_text(error)}") from None
+        raise SlotLost(f"Modal's sandbox cannot run a command: {_error_text(error)}") from None
 
 
 async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
@@ -671,7 +671,9 @@ async def _terminate(sandbox: modal.Sandbox) -> None:
     try:
         await _with_timeout(_CLOSE_S, sandbox.terminate.aio())
     except (sdk.exception.Error, OSError) as error:
-        _log.warning("the sandbox %s could not be ended; it ends at its deadline: %s", sandbox.object_id, _text(error))
+        _log.warning(
+            "the sandbox %s could not be ended; it ends at its deadline: %s", sandbox.object_id, _error_text(error)
+        )
 
 
 async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> str:
@@ -702,7 +704,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
     """Yield a tar file of the directory in pieces of `_ENTRIES` entries."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
-        paths = await asyncio.to_thread(lambda: list(_entries(source, skipped)))
+        paths = await asyncio.to_thread(lambda: list(_walk(source, skipped)))
 
         def add(some: Sequence[str]) -> bytes:
             for path in some:
@@ -717,7 +719,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
     yield buffer.getvalue()
 
 
-def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
+def _walk(source: str, skipped: Collection[str]) -> Iterator[str]:
     """Yield the directory and everything in it, parents first, without the directories named in `skipped`."""
     yield source
     for folder, folders, files in os.walk(source):
@@ -735,7 +737,7 @@ def is_path(image: str | None) -> TypeGuard[str]:
     return image is not None and reference.is_path(image)
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

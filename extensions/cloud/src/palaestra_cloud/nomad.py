@@ -280,7 +280,7 @@ class NomadJob:
             async with asyncio.timeout(_START_S):
                 while True:
                     await self._scale_up()
-                    allocation = await self._next()
+                    allocation = await self._next_allocation()
                     if await self._answers(allocation):
                         return allocation
         except TimeoutError:
@@ -303,7 +303,7 @@ class NomadJob:
         assert allocation.address is not None
         return await PortClient.connect(allocation.address, self._token, rung, settings, on_lost, silence_s=silence_s)
 
-    async def _next(self) -> Allocation:
+    async def _next_allocation(self) -> Allocation:
         """Wait for an allocation that runs, and take it. Raises `SandboxError` if every free allocation has failed, or
         if there is none and Nomad cannot place more."""
         async with self._changed:

@@ -96,8 +96,8 @@ class NomadAPI:
     async def check(self) -> None:
         """Raise `ConfigError` if the agent does not answer, refuses the token or has no leader."""
         try:
-            leader, _ = await self._send("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
-            await self._send("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
+            leader, _ = await self._call_api("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
+            await self._call_api("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
         except TransientFailure as failure:
             raise ConfigError(
                 f"Nomad at {self.address} does not answer: {failure.problem}. Start it, set nomad_address, or use this "
@@ -142,7 +142,7 @@ class NomadAPI:
     ) -> tuple[JSON, int]:
         async def send(tries: int, left_s: float) -> tuple[JSON, int]:
             try:
-                return await self._send(method, path, body, query, min(left_s, timeout_s))
+                return await self._call_api(method, path, body, query, min(left_s, timeout_s))
             except TransientFailure as failure:
                 if isinstance(failure.problem, NomadRefused) and failure.problem.status == _TOO_MANY:
                     await self._throttled(failure.asked_s)
@@ -150,7 +150,7 @@ class NomadAPI:
 
         return await persist(send, retry=_RETRY, timeout_s=2 * timeout_s, clock=SystemClock(), rng=self._rng)
 
-    async def _send(
+    async def _call_api(
         self, method: str, path: str, body: JSON, query: Mapping[str, str], timeout_s: float
     ) -> tuple[JSON, int]:
         if self._session is None:
@@ -202,14 +202,14 @@ def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | N
     last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))
     for event in latest[:last_started]:
         if event["Type"] in _NEVER_RUNS:
-            return f"{event['Type']}: {_text(event)}"
+            return f"{event['Type']}: {_event_text(event)}"
     if state.get("Failed") or int(state.get("Restarts") or 0) - restarts_before >= 2:
         ended = next((event for event in latest if event["Type"] == "Terminated"), None)
-        return f"it ends as soon as it has started ({_text(ended) if ended is not None else 'no reason given'})"
+        return f"it ends as soon as it has started ({_event_text(ended) if ended is not None else 'no reason given'})"
     return None
 
 
-def _text(event: Mapping[str, JSON]) -> str:
+def _event_text(event: Mapping[str, JSON]) -> str:
     return str(event.get("DisplayMessage") or event.get("DriverError") or event.get("Message") or "no reason given")
 
 

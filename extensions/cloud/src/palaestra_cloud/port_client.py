@@ -47,7 +47,7 @@ class PortClient(DistantClient):
     ) -> Self:
         """Start a server at an isolation level. Raises `SandboxError` or `OSError`."""
         client = cls(on_lost)
-        stream = await _opened(address)
+        stream = await _connected_socket(address)
         try:
             head = f"POST /stream?rung={rung} HTTP/1.1\r\nHost: slots\r\nAuthorization: Bearer {token}\r\n"
             request = f"{head}Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nContent-Length: 0\r\n\r\n"
@@ -100,7 +100,7 @@ async def deliver(address: tuple[str, int], token: str) -> None:
         raise SandboxError(f"the slot server at {_host_and_port(address)} refuses its files: status {status}")
 
 
-async def _opened(address: tuple[str, int]) -> socket.socket:
+async def _connected_socket(address: tuple[str, int]) -> socket.socket:
     stream = socket.socket()
     try:
         stream.setblocking(False)

@@ -132,7 +132,7 @@ def serve(listener: socket.socket, token: str) -> str:
         found.append((folder, threading.current_thread()))
         os.write(tell, b"x")
 
-    def one(stream: socket.socket) -> None:
+    def answer_stream(stream: socket.socket) -> None:
         try:
             with stream:
                 answer(DeadlineConnection(stream), token, arrived)
@@ -144,7 +144,7 @@ def serve(listener: socket.socket, token: str) -> str:
     while ready not in select.select([listener.fileno(), ready], [], [])[0]:
         stream, _ = listener.accept()
         if free.acquire(blocking=False):
-            threading.Thread(target=one, args=(stream,), daemon=True).start()
+            threading.Thread(target=answer_stream, args=(stream,), daemon=True).start()
         else:
             stream.close()
     folder, bringer = found[0]

@@ -194,7 +194,7 @@ class PortServer:
             case "GET", "/health":
                 return self._health_status()
             case "GET", "/slots":
-                return {"slots": [_described(each) for each in self._slots.values()]}
+                return {"slots": [_slot_fields(each) for each in self._slots.values()]}
             case "POST", "/execute":
                 return await self._execute(request.json())
             case "POST", "/batch":
@@ -394,7 +394,7 @@ def _seconds(value: JSON) -> float:
     return seconds
 
 
-def _described(each: Numbered) -> JSON:
+def _slot_fields(each: Numbered) -> JSON:
     return {
         "slot_id": each.slot_id,
         "state": "executing" if each.lock.locked() else "available",

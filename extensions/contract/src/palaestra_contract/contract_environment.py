@@ -386,18 +386,18 @@ def mentions(cls: type, names: Collection[str], without: Collection[str]) -> boo
     an attribute."""
     found: set[str] = set()
 
-    def look(code: CodeType) -> None:
+    def collect_names(code: CodeType) -> None:
         found.update(code.co_names)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                look(constant)
+                collect_names(constant)
 
     for each in cls.__mro__:
         if not is_own(each.__module__):
             for name, value in vars(each).items():
                 code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
                 if code is not None and name not in without:
-                    look(code)
+                    collect_names(code)
     return not found.isdisjoint(names)
 
 

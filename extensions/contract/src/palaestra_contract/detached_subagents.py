@@ -71,10 +71,10 @@ class Delegates:
 
     async def _above(self, task_id: str) -> AgentLoop:
         """Return a loop that stands for the task's caller. It never runs, but counts what the sub-agents use."""
-        session = (await self._opened()).session(SessionContext(task_id))
+        session = (await self._started_engine()).session(SessionContext(task_id))
         return AgentLoop(session, ToolRuntime(ToolRegistry(), task_id=task_id), self._settings)
 
-    async def _opened(self) -> Engine:
+    async def _started_engine(self) -> Engine:
         async with self._opening:
             if self._engine is None:
                 engine = ServerGroup(self._servers)

@@ -88,7 +88,7 @@ class HermesText(ChatServer):
         completion: object = await self._inner.chat_completion(messages=self.as_text(messages), n=1, **request)
         turn = sum(message.get("role") == "assistant" for message in messages)
         reply = read_reply(completion, turn + 1)
-        message = self._read(reply, tools or (), turn)
+        message = self._read_reply(reply, tools or (), turn)
         finish = "tool_calls" if message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
         used = reply.prompt_tokens, reply.completion_tokens
         return ChatCompletion(
@@ -140,10 +140,10 @@ class HermesText(ChatServer):
         text."""
         calls = _calls_of(message)
         content = str(message.get("content") or "")
-        sampled = self._sampled.get(_key(turn, content, calls))
+        sampled = self._sampled.get(_reply_key(turn, content, calls))
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": message_text(content, calls)}
 
-    def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
+    def _read_reply(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
         """Return the reply with structured calls, for the loop. The sampled text is kept for later requests."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
         sampled: Message = {"role": "assistant", "content": message_text(content, calls)}
@@ -158,7 +158,7 @@ class HermesText(ChatServer):
                 for index, call in found
             )
         # With the turn, because two turns may sample different texts that are parsed into the same message.
-        self._sampled[_key(turn, content, calls)] = sampled
+        self._sampled[_reply_key(turn, content, calls)] = sampled
         return AssistantMessage(
             content=content,
             reasoning_content=reasoning,
@@ -237,5 +237,5 @@ def _calls_of(message: Message) -> tuple[RequestedCall, ...]:
     )
 
 
-def _key(turn: int, content: str, calls: Sequence[RequestedCall]) -> _Said:
+def _reply_key(turn: int, content: str, calls: Sequence[RequestedCall]) -> _Said:
     return turn, content, tuple((call.id, call.name, call.arguments) for call in calls)

@@ -46,7 +46,9 @@ def _of_session(
             return not_found(session_id)
         registry = max(having, key=lambda pair: pair[0])[1]  # the latest, if several runs have this session
         try:
-            return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
+            return _run_on_loop(
+                registry, functools.partial(method, registry, session_id, *args, **options), method.__name__
+            )
         except (SlotLost, StaleLease) as error:
             return {"session_id": session_id, "status": "lost", "error": f"The process ended with its slot: {error}."}
 
@@ -158,10 +160,10 @@ class SharedProcesses:
         """End the waits for processes, but not the processes themselves. `task_id` and `session_key`, if given, limit
         this to the processes of that task and that conversation. Returns the number of waits."""
 
-        async def interrupt(registry: ProcessRegistry) -> int:
+        async def interrupt_waits(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
 
-        return sum(self._each(interrupt))
+        return sum(self._each(interrupt_waits))
 
     def kill_all(self, task_id: str | None = None) -> int:
         """End every process of the task, or of all tasks. Returns how many were running."""
@@ -177,7 +179,9 @@ class SharedProcesses:
         answers = []
         for registry in living():
             with contextlib.suppress(SlotLost, StaleLease):
-                answers.append(_wait(registry, functools.partial(method, registry, *args, **options), method.__name__))
+                answers.append(
+                    _run_on_loop(registry, functools.partial(method, registry, *args, **options), method.__name__)
+                )
         return answers
 
 
@@ -185,7 +189,7 @@ process_registry = SharedProcesses()
 """The global object that the project's interface contract defines."""
 
 
-def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:
+def _run_on_loop(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:
     """Run the work on the registry's own loop."""
     assert registry.loop is not None  # `living` only lists registries that have had a session
     return wait_on(registry.loop, work, f"ProcessRegistry.{method}")

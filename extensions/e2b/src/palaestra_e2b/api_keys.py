@@ -62,7 +62,7 @@ def read_keys(file: Path) -> ApiKeys:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys from {file}: {error}") from None
-    keys = [_key(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if _words(line)]
+    keys = [_parsed_key(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if _line_words(line)]
     if not keys:
         raise ConfigError(f"{file} contains no API key; write a line `NAME KEY` to it")
     return ApiKeys(keys)
@@ -78,12 +78,12 @@ def own_key(file: Path) -> ApiKeys:
     return read_keys(file)
 
 
-def _words(line: str) -> list[str]:
+def _line_words(line: str) -> list[str]:
     return line.partition("#")[0].split()
 
 
-def _key(line: str, where: str) -> ApiKey:
-    name, *rest = _words(line)
+def _parsed_key(line: str, where: str) -> ApiKey:
+    name, *rest = _line_words(line)
     if not rest or "=" in rest[0]:
         raise ConfigError(f"{where}: a key needs a name and a secret: NAME KEY")
     secret, *settings = rest

@@ -34,14 +34,14 @@ async def certificate(folder: Path, domain: str) -> tuple[Path, Path]:
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        await _make(Path(temporary), domain)
+        await _make_certificate(Path(temporary), domain)
         made = Path(temporary)
         key_and_chain = (made / "server.key").read_text() + (made / "server.crt").read_text()
         authority = (made / "ca.crt").read_text()
-        _put(chain, key_and_chain + authority)
-        _put(folder / "ca.pem", authority)
-        _put(bundle, _system_authorities() + authority)
-        _put(about, domain)
+        _write_private(chain, key_and_chain + authority)
+        _write_private(folder / "ca.pem", authority)
+        _write_private(bundle, _system_authorities() + authority)
+        _write_private(about, domain)
     return chain, bundle
 
 
@@ -54,7 +54,7 @@ def context(chain: Path) -> ssl.SSLContext:
     return found
 
 
-async def _make(folder: Path, domain: str) -> None:
+async def _make_certificate(folder: Path, domain: str) -> None:
     host = domain.partition(":")[0]
     extensions = folder / "extensions"
     extensions.write_text(
@@ -85,7 +85,7 @@ def _system_authorities() -> str:
     return ""
 
 
-def _put(file: Path, text: str) -> None:
+def _write_private(file: Path, text: str) -> None:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(text, encoding="utf-8")

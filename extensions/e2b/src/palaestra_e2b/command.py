@@ -119,7 +119,7 @@ def command(**given: JSON) -> None:
     if options.env:
         _print_environment(options)
     else:
-        asyncio.run(_serve(options))
+        asyncio.run(_serve_sandboxes(options))
 
 
 def environment(options: Options, url: str, keys: ApiKeys, domain: str | None) -> dict[str, str]:
@@ -177,7 +177,7 @@ def _images(options: Options) -> Mapping[str, tuple[str | None, ImageConfig]]:
     return {"base": (None, ImageConfig()), **found}
 
 
-async def _serve(options: Options) -> None:
+async def _serve_sandboxes(options: Options) -> None:
     from palaestra_e2b import certificate
     from palaestra_e2b.server import ServerAddress, running_server
     from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS

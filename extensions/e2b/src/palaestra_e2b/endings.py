@@ -27,7 +27,7 @@ class Endings:
         self._file: FileIO | None = None
         self.recovered = 0
         if file is not None:
-            self._read(file)
+            self._read_ended(file)
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._rewrite(file)
 
@@ -40,18 +40,18 @@ class Endings:
 
     def began(self, sandbox_id: str, key: str) -> None:
         """Note that a sandbox of a key has begun."""
-        self._note(sandbox_id, key, "")
+        self._remember(sandbox_id, key, "")
 
     def ended(self, sandbox_id: str, key: str, why: str) -> None:
         """Note how a sandbox has ended."""
-        self._note(sandbox_id, key, why)
+        self._remember(sandbox_id, key, why)
 
     def reason(self, sandbox_id: str, key: str | None) -> str:
         """Return why there is no such sandbox, in words. With a key's name, other keys' sandboxes are unknown."""
         of, why = self._known.get(sandbox_id, ("", ""))
         return why if why and key in (None, of) else "no such sandbox"
 
-    def _note(self, sandbox_id: str, key: str, why: str) -> None:
+    def _remember(self, sandbox_id: str, key: str, why: str) -> None:
         self._known.pop(sandbox_id, None)
         self._known[sandbox_id] = key, why
         while len(self._known) > MOST:
@@ -69,7 +69,7 @@ class Endings:
                 fresh.write(_line(sandbox_id, key, why))
         self._file, self._lines = file.open("ab", buffering=0), len(self._known)
 
-    def _read(self, file: Path) -> None:
+    def _read_ended(self, file: Path) -> None:
         try:
             lines = file.read_bytes().splitlines()
         except FileNotFoundError:

@@ -110,11 +110,11 @@ class Envd:
             async with resumed(self._sandboxes, sandbox):
                 yield await process_service.stream_input(sandbox, read_stream(request))
 
-        return await _send(request, sandbox, answer())
+        return await _send_stream(request, sandbox, answer())
 
     async def _stream(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
         check_codec(request, stream=True)
-        return await _send(request, sandbox, self._messages(request, sandbox))
+        return await _send_stream(request, sandbox, self._messages(request, sandbox))
 
     async def _messages(self, request: web.Request, sandbox: HostedSandbox) -> AsyncIterator[dict[str, JSON]]:
         message: dict[str, JSON] = await anext(read_stream(request), {})
@@ -161,7 +161,7 @@ def _error_response(error: RpcError | ApiError) -> web.Response:
     return web.json_response(error.body, status=error.status, dumps=dumps)
 
 
-async def _send(
+async def _send_stream(
     request: web.Request, sandbox: HostedSandbox, messages: AsyncIterator[dict[str, JSON]]
 ) -> web.StreamResponse:
     """Send a stream of messages. Its head is sent with the first message, so that a call into a sandbox that does not

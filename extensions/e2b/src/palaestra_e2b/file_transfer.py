@@ -156,7 +156,7 @@ class FileTransfer:
                 await asyncio.to_thread(file.write, start)
                 async for data in rest:
                     await asyncio.to_thread(file.write, data)
-                await asyncio.to_thread(_finish, file, mode)
+                await asyncio.to_thread(_flush_with_mode, file, mode)
                 await user.slot.upload(Path(file.name), path)
 
     async def _pieces(self, more: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
@@ -189,7 +189,7 @@ def _filename(part: BodyPartReader) -> str:
     return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
 
-def _finish(file: IO[bytes], mode: int) -> None:
+def _flush_with_mode(file: IO[bytes], mode: int) -> None:
     file.flush()
     Path(file.name).chmod(mode)
 

@@ -41,10 +41,10 @@ async def pass_on(request: web.Request, body: bytes, slot: Slot, port: int) -> w
         data = await slot.ask(port, head + body, timeout_s=_ANSWER_S, max_bytes=MOST_BYTES)
     except ConnectionRefusedError:
         raise ApiError(502, f"the sandbox is running but port is not open: {port}") from None
-    return _parse(data, request.method, port)
+    return _parsed_response(data, request.method, port)
 
 
-def _parse(data: bytes, method: str, port: int) -> web.Response:
+def _parsed_response(data: bytes, method: str, port: int) -> web.Response:
     try:
         answer = http.client.HTTPResponse(_Answer(data), method=method)  # type: ignore[arg-type]
         answer.begin()

@@ -160,7 +160,7 @@ class ProcessTable:
             loop = asyncio.get_running_loop()
             hosted.deadline = loop.call_later(wanted.timeout_s, lambda: loop.create_task(self._on_deadline(hosted)))
         if self._still is None:
-            self._read(hosted)
+            self._start_reading(hosted)
         return hosted
 
     def find(self, selector: Mapping[str, JSON]) -> HostedProcess:
@@ -203,7 +203,7 @@ class ProcessTable:
         self._still = None
         for hosted in self.all():
             hosted.failure = None
-            self._read(hosted)
+            self._start_reading(hosted)
 
     async def aclose(self, error: ApiError | RpcError) -> None:
         """Forget all processes, whose slot is about to end."""
@@ -215,7 +215,7 @@ class ProcessTable:
         with contextlib.suppress(PalaestraError, ProcessLookupError):
             await hosted.process.kill()
 
-    def _read(self, hosted: HostedProcess) -> None:
+    def _start_reading(self, hosted: HostedProcess) -> None:
         hosted.reading = asyncio.get_running_loop().create_task(self._read_to_end(hosted))
 
     async def _read_to_end(self, hosted: HostedProcess) -> None:
@@ -227,12 +227,12 @@ class ProcessTable:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_emit_output(hosted, "stdout", 0))
                     group.create_task(_emit_output(hosted, "stderr", 1))
-            await self._finish(hosted, hosted.process.exit_code or 0)
+            await self._finish_process(hosted, hosted.process.exit_code or 0)
         except* (PalaestraError, ProcessLookupError) as errors:
             self._running.pop(hosted.pid, None)
             hosted.fail(RpcError("unavailable", f"the sandbox stopped: {errors.exceptions[0]}"))
 
-    async def _finish(self, hosted: HostedProcess, code: int) -> None:
+    async def _finish_process(self, hosted: HostedProcess, code: int) -> None:
         self._running.pop(hosted.pid, None)
         if hosted.deadline is not None:
             hosted.deadline.cancel()

@@ -199,7 +199,9 @@ class Sandboxes:
 
     async def __aexit__(self, *exc: object) -> None:
         await end_tasks(*self._jobs)
-        await asyncio.gather(*(self._end(each, "the server was stopped") for each in list(self._found.values())))
+        await asyncio.gather(
+            *(self._end_sandbox(each, "the server was stopped") for each in list(self._found.values()))
+        )
 
     # Lookups
 
@@ -242,14 +244,14 @@ class Sandboxes:
         with self._key_limits.place(key):
             try:
                 snapshot = await self.templates.prepared(template)
-                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+                sandbox = await self._begin_sandbox(key, template, request, network, snapshot, request.timeout_s)
             except SandboxError:
                 if not await self.templates.is_lost(template):
                     raise
                 snapshot = await self.templates.prepared(template)
-                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+                sandbox = await self._begin_sandbox(key, template, request, network, snapshot, request.timeout_s)
         if template.start_command and not await sandbox.run_start_command():
-            await self._end(sandbox, "its start command did not become ready")
+            await self._end_sandbox(sandbox, "its start command did not become ready")
             raise ApiError(504, f"the start command of {template.name} did not become ready in {_READY_S:g} s")
         template.spawned += 1
         return sandbox
@@ -261,7 +263,7 @@ class Sandboxes:
             raise ApiError(403, "sandboxes of this server have no network; leave out allow_internet_access and network")
         return wanted
 
-    async def _begin(
+    async def _begin_sandbox(
         self, key: ApiKey, template: Template, request: NewSandbox, network: Network | AllowList, snapshot: Snapshot,
         timeout_s: float,
     ) -> HostedSandbox:  # fmt: skip
@@ -277,13 +279,13 @@ class Sandboxes:
 
     async def kill(self, key: ApiKey, sandbox_id: str) -> None:
         """End a sandbox. Raises `ApiError` with status 404."""
-        await self._end(self.get(key, sandbox_id), "it was killed")
+        await self._end_sandbox(self.get(key, sandbox_id), "it was killed")
 
     async def lost(self, sandbox: HostedSandbox, why: str) -> None:
         """End a sandbox whose slot has died."""
-        await self._end(sandbox, f"its slot died: {why}")
+        await self._end_sandbox(sandbox, f"its slot died: {why}")
 
-    async def _end(self, sandbox: HostedSandbox, why: str) -> None:
+    async def _end_sandbox(self, sandbox: HostedSandbox, why: str) -> None:
         if self._found.pop(sandbox.sandbox_id, None) is None:
             return
         self.endings.ended(sandbox.sandbox_id, sandbox.key.name, why)
@@ -360,17 +362,17 @@ class Sandboxes:
             sandbox.check_running()
             snapshot = await self._checkpoint(sandbox)
 
-        async def one() -> HostedSandbox | ApiError:
+        async def start_fork() -> HostedSandbox | ApiError:
             try:
                 with self._key_limits.place(sandbox.key):
-                    return await self._begin(
+                    return await self._begin_sandbox(
                         sandbox.key, sandbox.template, sandbox.request, sandbox.network, snapshot, timeout_s
                     )
             except (ApiError, PalaestraError) as error:
                 return api_error(error, sandbox.sandbox_id)
 
         try:
-            return list(await asyncio.gather(*(one() for _ in range(count))))
+            return list(await asyncio.gather(*(start_fork() for _ in range(count))))
         finally:
             await self.pool.snapshots.forget(snapshot)
 
@@ -430,7 +432,7 @@ class Sandboxes:
                     "%s could not be paused at the end of its lease and is killed: %s", sandbox.sandbox_id, error
                 )
         if sandbox.ends_at <= time.time():
-            await self._end(sandbox, "its lease ended; a longer timeout would have kept it")
+            await self._end_sandbox(sandbox, "its lease ended; a longer timeout would have kept it")
 
 
 @asynccontextmanager

@@ -58,7 +58,7 @@ class E2BServer:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
         try:
-            return await self._handle(request)
+            return await self._dispatch(request)
         except ApiError as error:
             answer = error_body(error)
             if error.status in (401, 403, 408, 413):
@@ -74,8 +74,8 @@ class E2BServer:
             logger.exception("%s %s failed", request.method, request.path)
             return error_body(ApiError(500, "the server failed to answer; its log has the reason"))
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        inside = _inside(request)
+    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        inside = _sandbox_and_port(request)
         if inside is not None:
             sandbox_id, port = inside
             return await (self._envd.handle(request, sandbox_id) if port == ENVD_PORT
@@ -115,7 +115,7 @@ class E2BServer:
             raise api_error(error, sandbox_id) from None
 
 
-def _inside(request: web.Request) -> tuple[str, int] | None:
+def _sandbox_and_port(request: web.Request) -> tuple[str, int] | None:
     """Return the sandbox and the port that a request goes to; None for the control API. Raises `ApiError`."""
     named = request.headers.get("E2b-Sandbox-Id")
     if named is not None:

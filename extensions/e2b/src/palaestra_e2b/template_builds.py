@@ -221,12 +221,12 @@ class TemplateBuilds:
         build.note(f"{kind} {' '.join(args)}"[:500])
         config = template.config
         if kind == "RUN":
-            await self._execute(build, slot, template, args[0], args[1] if len(args) > 1 else "")
+            await self._run_in_slot(build, slot, template, args[0], args[1] if len(args) > 1 else "")
         elif kind == "COPY":
             await self._copy(build, slot, template, args, str(step.get("filesHash") or ""))
         elif kind == "WORKDIR":
             path = absolute(args[0], template.workdir)
-            await self._execute(build, slot, template, 'mkdir -p "$1"', "root", path)
+            await self._run_in_slot(build, slot, template, 'mkdir -p "$1"', "root", path)
             return replace(config, workdir=path)
         elif kind == "USER":
             return replace(config, user="" if args[0] in (DEFAULT_USER, "root") else args[0])
@@ -239,7 +239,7 @@ class TemplateBuilds:
             raise BuildFailed(f"the step {kind[:50]!r} is not supported; RUN, COPY, WORKDIR, USER and ENV are")
         return config
 
-    async def _execute(
+    async def _run_in_slot(
         self, build: Build, slot: Slot, template: Template, command: str, user: str, *arguments: str
     ) -> None:
         name = user or template.user
@@ -264,11 +264,11 @@ class TemplateBuilds:
         source, user, mode = posixpath.normpath(args[0]), *(*args[2:4], "", "")[:2]
         target = absolute(args[1], template.workdir) + ("/" if args[1].endswith("/") else "")
         await slot.upload(archive, "/tmp/e2b-copy.tar")  # noqa: S108 - in the slot
-        await self._execute(build, slot, template, _COPY, "root", source, target)
+        await self._run_in_slot(build, slot, template, _COPY, "root", source, target)
         if mode:
-            await self._execute(build, slot, template, 'chmod -R "$1" "$2"', "root", mode, target)
+            await self._run_in_slot(build, slot, template, 'chmod -R "$1" "$2"', "root", mode, target)
         if user and user not in (DEFAULT_USER, "root"):
-            await self._execute(build, slot, template, 'chown -R "$1" "$2"', "root", user, target)
+            await self._run_in_slot(build, slot, template, 'chown -R "$1" "$2"', "root", user, target)
 
     # Saved templates
 

@@ -83,15 +83,15 @@ def rpc_error(error: Exception, sandbox_id: str) -> RpcError | ApiError:
         case TimeoutError():
             return RpcError("deadline_exceeded", "the request did not arrive in time")
         case FileNotFoundError() | ProcessLookupError():
-            return RpcError("not_found", _text(error))
+            return RpcError("not_found", _error_text(error))
         case FileExistsError():
-            return RpcError("already_exists", _text(error))
+            return RpcError("already_exists", _error_text(error))
         case PermissionError():
-            return RpcError("permission_denied", _text(error))
+            return RpcError("permission_denied", _error_text(error))
         case OSError() if error.errno in _NO_SPACE:
-            return RpcError("resource_exhausted", f"not enough disk space: {_text(error)}")
+            return RpcError("resource_exhausted", f"not enough disk space: {_error_text(error)}")
         case OSError() if not isinstance(error, PalaestraError):
-            return RpcError("invalid_argument", _text(error))
+            return RpcError("invalid_argument", _error_text(error))
         case ConfigError() | ValueError():
             return RpcError("invalid_argument", str(error))
         case PalaestraError():
@@ -112,6 +112,6 @@ def not_found(sandbox_id: str, why: str = "no such sandbox") -> ApiError:
     return ApiError(404, f"the sandbox {sandbox_id} {NOT_FOUND_TEXT}: {why}")
 
 
-def _text(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"

@@ -88,10 +88,10 @@ def command(context: click.Context, home: Path, config: Path | None, base_url: s
 
     context.obj = local_path(home)
     if context.invoked_subcommand is None:
-        asyncio.run(_serve(context.obj, config, base_url, model))
+        asyncio.run(_run_gateway(context.obj, config, base_url, model))
 
 
-async def _serve(home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
+async def _run_gateway(home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
     from palaestra_gateway.assembly import assembled
     from palaestra_gateway.config import CONFIG_NAME, read_config
     from palaestra_tokens.config import APIServerConfig

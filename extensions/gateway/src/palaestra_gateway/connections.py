@@ -84,7 +84,7 @@ class Connections:
 
     async def open(self) -> None:
         """Start all platforms. Raises `PlatformRefused` for a wrong token."""
-        await asyncio.gather(*(self._connect(platform) for platform in self._platforms.values()))
+        await asyncio.gather(*(self._start_platform(platform) for platform in self._platforms.values()))
 
     async def close(self) -> None:
         """Stop all platforms."""
@@ -95,7 +95,7 @@ class Connections:
             except Exception as error:  # an error of a client library: the other platforms are stopped anyway
                 logger.warning("%s was not stopped: %s: %s", platform.name, type(error).__name__, error)
 
-    async def _connect(self, platform: Platform) -> None:
+    async def _start_platform(self, platform: Platform) -> None:
         """Start a platform. If its server does not answer, keep trying in the background."""
         try:
             await platform.start(self._receive)

@@ -97,13 +97,13 @@ class Jobs:
                 if job.address.platform not in self._messaging.platforms:
                     continue
                 try:
-                    await self._begin(job, now)
+                    await self._begin_run(job, now)
                 except ValueError as error:  # the job's time does not exist in the gateway's new time zone
                     logger.warning("job %s is paused: %s", job.id, error)
                     await self._stored(msgspec.structs.replace(job, next_at=None))
             await self._clock.sleep(CHECK_S)
 
-    async def _begin(self, job: Job, now: float) -> None:
+    async def _begin_run(self, job: Job, now: float) -> None:
         """Begin the run of a job that is due, or report the run as missed. Stores the job's next time, or removes the
         job after its last run."""
         schedule = parse_again(job)

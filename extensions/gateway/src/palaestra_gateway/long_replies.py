@@ -40,7 +40,7 @@ def split_reply(text: str, limits: PlatformLimits) -> list[str]:
     while start < len(text):
         head = f"{opening}\n" if opening else ""
         room = limits.max_text - size(head, limits) - _CLOSING_ROOM
-        end = _cut(text, start, room, limits)
+        end = _piece_end(text, start, room, limits)
         place = bisect_right(ends, end)
         opening = openings[place - 1] if place else ""
         body = text[start:end]
@@ -82,7 +82,7 @@ def _length(opening: str) -> int:
     return len(opening) - len(opening.lstrip(opening[0]))
 
 
-def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
+def _piece_end(text: str, start: int, room: int, limits: PlatformLimits) -> int:
     """Return the end of the next piece: after the last paragraph, line, sentence or word that fits."""
     end = _fitting(text, start, room, limits)
     if end >= len(text):

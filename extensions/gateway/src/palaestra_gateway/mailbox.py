@@ -241,7 +241,7 @@ class Mailbox:
                 return None
             (unsent,) = connection.execute(
                 "select count(*) from outgoing where chat = ? and state in ('waiting', 'sending')",
-                (_chat(message.address),),
+                (_encoded_address(message.address),),
             ).fetchone()
             return Waiting(row, message, _find_session(connection, key), conversation, unsent)
 
@@ -280,11 +280,11 @@ class Mailbox:
                 "select distinct chat from outgoing where state in ('waiting', 'sending')"
             ).fetchall()
         )
-        return [_address(chat) for (chat,) in rows]
+        return [_decoded_address(chat) for (chat,) in rows]
 
     async def next_unsent(self, address: ChatAddress) -> Unsent | None:
         """Return the oldest unsent message for a chat."""
-        return await self.do(lambda connection: _next_unsent(connection, _chat(address)))
+        return await self.do(lambda connection: _next_unsent(connection, _encoded_address(address)))
 
     async def begin_send(self, number: int) -> None:
         await self.do(
@@ -306,7 +306,7 @@ class Mailbox:
 
         def work(connection: sqlite3.Connection) -> Unsent | None:
             connection.execute(query, (state, note, state, unsent.id))
-            return _next_unsent(connection, _chat(unsent.message.address))
+            return _next_unsent(connection, _encoded_address(unsent.message.address))
 
         return await self.do(work)
 
@@ -525,12 +525,12 @@ def add_outgoing(connection: sqlite3.Connection, messages: Sequence[Outgoing], n
         connection.execute(
             "insert or ignore into outgoing (key, platform, chat, body, state, created_at)"
             " values (?, ?, ?, ?, 'waiting', ?)",
-            (message.key, message.address.platform, _chat(message.address), _encode(message), now),
+            (message.key, message.address.platform, _encoded_address(message.address), _encode(message), now),
         )
 
 
 def _use_session(connection: sqlite3.Connection, session: SessionRow) -> None:
-    values = (session.key, session.conversation, _chat(session.address), session.last_used)
+    values = (session.key, session.conversation, _encoded_address(session.address), session.last_used)
     connection.execute("insert or replace into sessions values (?, ?, ?, ?)", values)
 
 
@@ -542,11 +542,11 @@ def _place(address: ChatAddress) -> str:
     return f"{address.chat_id}\0{address.thread_id}" if address.thread_id else address.chat_id
 
 
-def _chat(address: ChatAddress) -> str:
+def _encoded_address(address: ChatAddress) -> str:
     return msgspec.json.encode(address).decode()
 
 
-def _address(chat: str) -> ChatAddress:
+def _decoded_address(chat: str) -> ChatAddress:
     return msgspec.json.decode(chat, type=ChatAddress)
 
 
@@ -565,4 +565,4 @@ def _next_unsent(connection: sqlite3.Connection, chat: str) -> Unsent | None:
 
 
 def _session_row(row: Sequence[str | float]) -> SessionRow:
-    return SessionRow(str(row[0]), str(row[1]), _address(str(row[2])), float(row[3]))
+    return SessionRow(str(row[0]), str(row[1]), _decoded_address(str(row[2])), float(row[3]))

@@ -140,13 +140,13 @@ class Outbox:
                 except PlatformUnavailable as error:
                     failures += 1
                     assert unsent is not None  # only its sending raises this
-                    await self._wait(address, failures, error)
+                    await self._back_off(address, failures, error)
                 except Exception as error:  # such as a full disk: the mailbox knows what was sent
                     failures += 1
                     logger.exception("%s: a message was not sent", address.platform)
                     unsent = None
                     more.set()
-                    await self._wait(address, failures, PlatformUnavailable(f"{address.platform}: {error}"))
+                    await self._back_off(address, failures, PlatformUnavailable(f"{address.platform}: {error}"))
         finally:
             del self._sending[address]
 
@@ -154,7 +154,7 @@ class Outbox:
         """Send a message, and record if the platform refuses it. Returns the next unsent message for the same chat, or
         None. Raises `PlatformUnavailable` and `DiskError`."""
         try:
-            return await self._send(self._platforms[unsent.message.address.platform], unsent)
+            return await self._send_unsent(self._platforms[unsent.message.address.platform], unsent)
         except PlatformUnavailable:
             if not unsent.started:  # an earlier gateway may have sent it, and this does not change that
                 await self._mailbox.undo_begin_send(unsent.id)
@@ -164,7 +164,7 @@ class Outbox:
             await self._on_refused(unsent.message, str(error))
             return await self._mailbox.end_send(unsent, "refused", str(error))
 
-    async def _send(self, platform: Platform, unsent: Unsent) -> Unsent | None:
+    async def _send_unsent(self, platform: Platform, unsent: Unsent) -> Unsent | None:
         """Send a message. Returns the next unsent message for the same chat, or None."""
         message, limits = unsent.message, platform.limits
         if not limits.idempotent and not unsent.started:
@@ -184,7 +184,7 @@ class Outbox:
             raise PlatformRefused(f"{message.address.platform}: {type(error).__name__}: {error}") from None
         return await self._mailbox.end_send(unsent, "sent")
 
-    async def _wait(self, address: ChatAddress, failures: int, error: PlatformUnavailable) -> None:
+    async def _back_off(self, address: ChatAddress, failures: int, error: PlatformUnavailable) -> None:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 10)) * random.uniform(0.8, 1.0)
         if error.retry_after_s is not None:
             wait_s = max(wait_s if failures > 1 else 0.0, error.retry_after_s)

@@ -246,7 +246,7 @@ class PlatformConformance(ABC):
         self.run(body)
 
     def test_a_wrong_token_is_refused_at_the_start(self) -> None:
-        async def deliver(message: Incoming) -> None:
+        async def fail_on_delivery(message: Incoming) -> None:
             raise AssertionError("nothing is delivered")
 
         async def main() -> None:
@@ -254,7 +254,7 @@ class PlatformConformance(ABC):
                 platform = await self.make_refused()
                 try:
                     with pytest.raises(PlatformRefused):
-                        await platform.start(deliver)
+                        await platform.start(fail_on_delivery)
                 finally:
                     await platform.stop()
 
@@ -329,13 +329,13 @@ class PlatformConformance(ABC):
                 arrived: list[Incoming] = []
                 busy, free = asyncio.Event(), asyncio.Event()
 
-                async def deliver(message: Incoming) -> None:
+                async def deliver_when_free(message: Incoming) -> None:
                     busy.set()
                     await free.wait()
                     arrived.append(message)
 
                 platform = await self.make_platform()
-                await platform.start(deliver)
+                await platform.start(deliver_when_free)
                 try:
                     texts = [f"message {number}" for number in range(MANY)]
                     await self.person_sends("first")

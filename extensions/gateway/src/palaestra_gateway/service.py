@@ -243,9 +243,9 @@ class Gateway:
         session.waiting.append(row)
         if not session.running:
             session.running = True
-            self._tasks.start(self._serve(session), f"session {key}")
+            self._tasks.start(self._serve_session(session), f"session {key}")
 
-    async def _serve(self, session: GatewaySession) -> None:
+    async def _serve_session(self, session: GatewaySession) -> None:
         """Answer the messages that wait in a session. A message whose answer cannot be stored is tried again, so that
         the messages after it stay in order."""
         try:
@@ -260,11 +260,11 @@ class Gateway:
     async def _serve_first(self, session: GatewaySession) -> None:
         while (waiting := await self.mailbox.read(session.waiting[0])) is not None:
             if waiting.unsent < MOST_UNSENT:
-                await self._answer(session, waiting)
+                await self._answer_message(session, waiting)
                 return
             await self._clock.sleep(1.0)
 
-    async def _answer(self, session: GatewaySession, waiting: Waiting) -> None:
+    async def _answer_message(self, session: GatewaySession, waiting: Waiting) -> None:
         """Handle one message, either as a command or as a turn of the agent, and record the answers. An error becomes
         the answer. Raises `DiskError`."""
         message = waiting.message
@@ -389,7 +389,7 @@ class Gateway:
             case "help":
                 return commands.help_text()
             case "stop":
-                return await self._end_processes(session) if command.argument else session.interrupt()
+                return await self._end_processes(session) if command.argument else session.stop_turn()
             case "status":
                 return await self._status_text(session)
             case "answer":

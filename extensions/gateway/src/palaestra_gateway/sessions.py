@@ -44,7 +44,7 @@ class GatewaySession:
     conversation: Conversation | None = None
     doing: str = ""
 
-    def interrupt(self) -> str:
+    def stop_turn(self) -> str:
         """Stop the running turn; returns the reply to the chat."""
         if not self.running:
             return "Nothing is running in this chat."

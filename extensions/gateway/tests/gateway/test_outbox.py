@@ -26,7 +26,7 @@ class Failing(Loopback):
         super().__init__(limits=replace(LIMITS, idempotent=idempotent))
         self.failures, self.failed = failures, asyncio.Event()
 
-    def _check(self) -> None:
+    def _check_outage(self) -> None:
         self.failures -= 1
         if self.failures == 0:
             self.failed.set()

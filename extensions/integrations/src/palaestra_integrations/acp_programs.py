@@ -320,9 +320,9 @@ class _Client:
                 case "session/request_permission":
                     return {"outcome": self._permission(params)}
                 case "fs/read_text_file":
-                    return {"content": await self._read(ReadTextFileRequest.model_validate(params))}
+                    return {"content": await self._read_text_file(ReadTextFileRequest.model_validate(params))}
                 case "fs/write_text_file":
-                    return await self._write(WriteTextFileRequest.model_validate(params))
+                    return await self._write_text_file(WriteTextFileRequest.model_validate(params))
         except InfraError as error:
             self._pipe.lost = error
             raise RequestError.internal_error() from None
@@ -347,7 +347,7 @@ class _Client:
                     return {"outcome": "selected", "optionId": option["optionId"]}
         return {"outcome": "cancelled"}
 
-    async def _read(self, request: ReadTextFileRequest) -> str:
+    async def _read_text_file(self, request: ReadTextFileRequest) -> str:
         self._lines.add("reads", request.path)
         text = (await self._slot.read_bytes(request.path, max_bytes=MESSAGE_BYTES)).decode(errors="replace")
         if request.line is None and request.limit is None:
@@ -356,7 +356,7 @@ class _Client:
         lines = text.splitlines(keepends=True)[first:]
         return "".join(lines if request.limit is None else lines[: request.limit])
 
-    async def _write(self, request: WriteTextFileRequest) -> dict[str, JSON]:
+    async def _write_text_file(self, request: WriteTextFileRequest) -> dict[str, JSON]:
         self._lines.add("writes", request.path)
         await self._slot.write_text(request.path, request.content)
         return {}

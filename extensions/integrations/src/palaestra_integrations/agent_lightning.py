@@ -85,9 +85,9 @@ class Controller:
         for each in queued:
             await self._patch(each["rollout_id"], {"state": "running", "last_attempt_id": ATTEMPT})
             self._free -= 1
-            self._playing.create_task(self._play(each))
+            self._playing.create_task(self._play_queued(each))
 
-    async def _play(self, queued: Mapping[str, JSON]) -> None:
+    async def _play_queued(self, queued: Mapping[str, JSON]) -> None:
         name, mode = queued["rollout_id"], "train" if queued["is_train"] else "val"
         given = queued["input"]
         task = str(given.get("task_id") if isinstance(given, Mapping) else given)

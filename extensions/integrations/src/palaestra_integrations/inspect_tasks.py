@@ -220,7 +220,7 @@ class _LoadedTask:
             self._check_solvers(sample)
 
     def _check_solvers(self, sample: Sample) -> None:
-        first, second = (_wait(self._open(sample)) for _ in range(2))
+        first, second = (_run_in_thread(self._open_sample(sample)) for _ in range(2))
         if first.opening != second.opening:
             raise ConfigError(
                 f"the solvers of {self.task.name} make another prompt each time, such as shuffled choices"
@@ -237,8 +237,8 @@ class _LoadedTask:
             yield self._carried(sample if sample.id is not None else sample.model_copy(update={"id": number}))
 
     def _carried(self, sample: Sample) -> Task:
-        opened = _wait(self._open(sample))
-        tools = sorted(self._tools(opened.state))
+        opened = _run_in_thread(self._open_sample(sample))
+        tools = sorted(self._tool_names(opened.state))
         if unknown := [name for name in tools if name not in _TOOLSETS]:
             raise ConfigError(f"the tool {unknown[0]} of {self.task.name} cannot be carried over; Palaestra has "
                               f"its own for {', '.join(_TOOLSETS)}")  # fmt: skip
@@ -292,7 +292,7 @@ class _LoadedTask:
                 detail[_registered_name(scorer)] = {"answer": score.answer, "explanation": score.explanation}
         return Score(sum(values.values()) / len(values), metrics=values, detail=detail)
 
-    async def _open(self, sample: Sample) -> _Model:
+    async def _open_sample(self, sample: Sample) -> _Model:
         model = _Model()
         try:
             await self._run_solvers(sample, model)
@@ -325,7 +325,7 @@ class _LoadedTask:
     def _solvers(self) -> list[Solver]:
         return [*_flat(self.task.setup), *_flat(self.task.solver)]
 
-    def _tools(self, state: TaskState) -> set[str]:
+    def _tool_names(self, state: TaskState) -> set[str]:
         found = {_registered_name(tool) for tool in state.tools}
         for solver in self._solvers():
             given = registry_params(solver).get("tools") if _registered_name(solver) in _AGENTS else None
@@ -486,7 +486,7 @@ def _sample_files(name: str, source: str, folder: Path, sample: object) -> dict[
     return {name: path.read_bytes()}
 
 
-def _wait(work: Coroutine[Any, Any, _Model]) -> _Model:
+def _run_in_thread(work: Coroutine[Any, Any, _Model]) -> _Model:
     """Run solvers in a thread of their own, because the caller may run in an event loop."""
     with ThreadPoolExecutor(1, "inspect") as thread:
         return thread.submit(asyncio.run, work).result()

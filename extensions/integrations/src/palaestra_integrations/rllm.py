@@ -80,9 +80,9 @@ class EnvironmentRuntime:
         self, submissions: Sequence[TaskSubmission], timeout: float | None = None
     ) -> list[RemoteTaskResult]:
         """Play all tasks concurrently. Returns one result for each, in their order."""
-        return await asyncio.gather(*(self._execute(each, timeout) for each in submissions))
+        return await asyncio.gather(*(self._execute_task(each, timeout) for each in submissions))
 
-    async def _execute(self, submission: TaskSubmission, timeout: float | None) -> RemoteTaskResult:
+    async def _execute_task(self, submission: TaskSubmission, timeout: float | None) -> RemoteTaskResult:
         began = time.monotonic()
         made = RemoteTaskResult(finished=False, session_id=submission.session_id, task_id=submission.task_id)
         try:

@@ -104,7 +104,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         self._rollout = asyncio.create_task(self._builder.roll_out(self._ask_trainer, 1, retried=False))
-        if (asked := await self._next()) is None:
+        if (asked := await self._next_prompt()) is None:
             raise RuntimeError(f"the agent of task {self._builder.task_id} ended without a model call")
         return asked
 
@@ -113,7 +113,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
         `RuntimeError` for a rollout that cannot be scored."""
         reason = (extra or {}).get("stop_reason", "stop")
         self._actions.put_nowait(Sampled(action, [0.0] * len(action), reason))
-        if (asked := await self._next()) is not None:
+        if (asked := await self._next_prompt()) is not None:
             return types.StepResult(0.0, False, *asked)
         trajectory = self._finished()
         return types.StepResult(trajectory.reward, True, tinker.ModelInput.empty(), [], _metrics(trajectory))
@@ -130,7 +130,7 @@ class RolloutEnv(types.Env):  # type: ignore[misc]
             raise EngineRefused("the trainer ended the rollout")
         return action
 
-    async def _next(self) -> tuple[tinker.ModelInput, list[int]] | None:
+    async def _next_prompt(self) -> tuple[tinker.ModelInput, list[int]] | None:
         """Return the next prompt with its stop tokens, or None if the rollout has ended."""
         assert self._rollout is not None, "the cookbook asks for the initial observation first"
         asked = asyncio.ensure_future(self._prompts.get())
@@ -251,12 +251,12 @@ def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
     with _LOCK:
         if key not in _SESSIONS:
             settings = {"concurrency": 64, **({} if retried else {"infra_retries": 0}), **builder.settings}
-            engine = FunctionEngine(_sampled, model=builder.model)
+            engine = FunctionEngine(_sample, model=builder.model)
             _SESSIONS[key] = Session(builder.env, server=engine, **settings).__enter__()
         return _SESSIONS[key]
 
 
-async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
+async def _sample(prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
     """Sample in the cookbook's event loop, where the policy lives."""
     loop, ask = _ASK.get()
 

@@ -157,7 +157,7 @@ def _method(function: Mapping[str, Any]) -> Callable[..., str]:
         annotation = kind if name in required else kind | None
         parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, **given))
     lines = [_single_line(function.get("description", function["name"])), "", "Args:"]
-    lines += [f"    {name}: {_described(properties[name], name)}" for name in properties]
+    lines += [f"    {name}: {_parameter_text(properties[name], name)}" for name in properties]
     lines += ["", "Returns:", "    The tool's reply."]
     call.__name__ = call.__qualname__ = function["name"]
     call.__doc__ = "\n".join(lines if properties else [lines[0], *lines[-3:]])
@@ -170,7 +170,7 @@ def _single_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _described(schema: Mapping[str, Any], name: str) -> str:
+def _parameter_text(schema: Mapping[str, Any], name: str) -> str:
     choices = f" (choices: {json.dumps(schema['enum'])})" if "enum" in schema else ""
     return _single_line(schema.get("description") or name) + choices
 
@@ -199,7 +199,7 @@ class RolloutFunc:
             for done in range(0, count, size)
         ]
         with _sampling_model(trainer) as model:
-            session = self._open(trainer, model)
+            session = self._open_session(trainer, model)
             self._engine.policy_version = str(trainer.state.global_step)
             groups: dict[int, Group] = {}
             for each in dict.fromkeys(count for _, count in wanted):
@@ -226,7 +226,7 @@ class RolloutFunc:
         self._session = None
         self._opened.close()
 
-    def _open(self, trainer: GRPOTrainer, model: Any) -> SyncSession:
+    def _open_session(self, trainer: GRPOTrainer, model: Any) -> SyncSession:
         if self._session is not None:
             return self._session
         if trainer.use_vllm:

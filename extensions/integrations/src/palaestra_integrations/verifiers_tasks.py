@@ -355,7 +355,11 @@ def _nodes(messages: Sequence[Message], prompt: int) -> list[MessageNode]:
         role, content = message["role"], message.get("content") or ""
         if role == "assistant":
             calls = [
-                ToolCall(id=each["id"], name=each["function"]["name"], arguments=_text(each["function"]["arguments"]))
+                ToolCall(
+                    id=each["id"],
+                    name=each["function"]["name"],
+                    arguments=_arguments_text(each["function"]["arguments"]),
+                )
                 for each in message.get("tool_calls") or ()
             ]
             made: Any = AssistantMessage(content=content, tool_calls=calls or None)
@@ -368,5 +372,5 @@ def _nodes(messages: Sequence[Message], prompt: int) -> list[MessageNode]:
     return nodes
 
 
-def _text(arguments: JSON) -> str:
+def _arguments_text(arguments: JSON) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)

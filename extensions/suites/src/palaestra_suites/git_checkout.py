@@ -61,10 +61,10 @@ async def git_checkout(url: str, ref: str | None, paths: Sequence[str], cache: P
     commit = ref if ref is not None and _COMMIT.fullmatch(ref) else await _resolved(url, ref)
     digest = hashlib.sha256("\0".join([url, commit, *wanted]).encode()).hexdigest()[:32]
 
-    async def fill(folder: Path) -> None:
+    async def fetch_into(folder: Path) -> None:
         await _fetch(url, commit, wanted, folder)
 
-    return await build_once(cache / "git" / digest, fill, timeout_s=_FETCH_S)
+    return await build_once(cache / "git" / digest, fetch_into, timeout_s=_FETCH_S)
 
 
 def inside(checkout: Path, path: str) -> Path:

@@ -74,7 +74,7 @@ class JsonServer:
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"did not answer with JSON: {self._said(told)}") from None
+            raise self._down(f"did not answer with JSON: {self._quoted_reply(told)}") from None
 
     async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None) -> bytes:
         clock = self.clock or SystemClock()
@@ -82,14 +82,14 @@ class JsonServer:
         async def send(tries: int, left_s: float) -> bytes:
             try:
                 timeout_s = min(left_s, self.try_timeout_s)
-                status, told, retry_after = await self._send(method, url, body, timeout_s)
+                status, told, retry_after = await self._send_request(method, url, body, timeout_s)
             except ToolUnavailable:  # an OSError, but an answer that was too long will be too long again
                 raise
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError too
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
-                problem = self._down(f"answered with HTTP {status}, tried {_times(tries)}: {self._said(told)}")
+                problem = self._down(f"answered with HTTP {status}, tried {_times(tries)}: {self._quoted_reply(told)}")
                 raise TransientFailure(problem, retry_after_s(retry_after, clock.wall()))
             return self._accepted(status, told)
 
@@ -100,7 +100,9 @@ class JsonServer:
             send, retry=self.retry, timeout_s=TIMEOUT_S, clock=clock, rng=self.rng or random.Random(), again=again
         )
 
-    async def _send(self, method: str, url: URL, body: bytes | None, timeout_s: float) -> tuple[int, bytes, str | None]:
+    async def _send_request(
+        self, method: str, url: URL, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes, str | None]:
         headers = {**_HEADERS, **self.headers, **({"Content-Type": _JSON} if body is not None else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
         await take_turn(self.lane)
@@ -121,12 +123,12 @@ class JsonServer:
 
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
-            raise self._down(f"denied access (HTTP {status}); check {self.key}: {self._said(told)}")
+            raise self._down(f"denied access (HTTP {status}); check {self.key}: {self._quoted_reply(told)}")
         # Such a request contains what the model wrote, so the model can correct it.
         if status in (400, 413, 414, 422):
-            raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {self._said(told)}")
+            raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {self._quoted_reply(told)}")
         if not 200 <= status < 300:
-            raise self._down(f"answered with HTTP {status}; check its address: {self._said(told)}")
+            raise self._down(f"answered with HTTP {status}; check its address: {self._quoted_reply(told)}")
         return told
 
     def _down(self, what: str) -> ToolUnavailable:
@@ -134,9 +136,9 @@ class JsonServer:
 
     def malformed(self, told: JSON) -> ToolUnavailable:
         """Return the error for a reply in an unexpected format."""
-        return self._down(f"answered in an unexpected format: {self._said(msgspec.json.encode(told))}")
+        return self._down(f"answered in an unexpected format: {self._quoted_reply(msgspec.json.encode(told))}")
 
-    def _said(self, told: bytes) -> str:
+    def _quoted_reply(self, told: bytes) -> str:
         """Return the reply as part of a message."""
         shown = redacted(
             told.decode(errors="replace"), *(each.removeprefix("Bearer ") for each in self.headers.values())

@@ -167,9 +167,9 @@ class TrainingProcess:
             config = ["--config", str(self.config)] if request.settings else []
             words = [request.reference, "--out", str(self.run), *config, *request.flags]
         request.started = time.time()
-        self._write(request)  # first, so that a kill in between leaves a failed run, not an unknown process
-        request.pid = await self._spawn([*command, *words, "--json"])
-        self._write(request)
+        self._write_request(request)  # first, so that a kill in between leaves a failed run, not an unknown process
+        request.pid = await self._start_detached([*command, *words, "--json"])
+        self._write_request(request)
         until = time.monotonic() + READY_S
         while (status := self.status()) == STARTING and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -188,7 +188,7 @@ class TrainingProcess:
             while self.alive() and time.monotonic() < until:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
-    async def _spawn(self, command: list[str]) -> int:
+    async def _start_detached(self, command: list[str]) -> int:
         """Start the process in its own session and let it inherit the lock. Returns its id. It is not a `Popen`,
         because it may outlive the event loop."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -210,7 +210,7 @@ class TrainingProcess:
         finally:
             os.close(lock)
 
-    def _write(self, request: TrainingRequest) -> None:
+    def _write_request(self, request: TrainingRequest) -> None:
         with replaced(self.path / "request.json") as file:
             file.write(msgspec.json.format(msgspec.json.encode(request)))
 

@@ -109,7 +109,7 @@ class Batch:
         rewards = [each.reward or 0.0 for each in scored]
         gains = advantages(rewards, scaled=scaled, kind=advantage)
         for trajectory, gain in zip(scored, gains, strict=True):
-            rows = _rows(trajectory)
+            rows = _trained_rows(trajectory)
             self.refused[WITHOUT_TOKENS] += not rows
             made += [TrainedRow(row, gain) for row in rows]
         return self.keep(made, group.group_id, version, most_behind)
@@ -161,7 +161,7 @@ class Batch:
         return weigh
 
 
-def _rows(trajectory: Trajectory) -> list[ExportedRow]:
+def _trained_rows(trajectory: Trajectory) -> list[ExportedRow]:
     rows = exported_rows(trajectory, counterfactual=True)  # `Batch.add` has refused them, or was asked not to
     untrainable = any(row.logprobs is None or row.source == PLACEHOLDER for row in rows)
     if untrainable or not (rows or trajectory.unsaid):

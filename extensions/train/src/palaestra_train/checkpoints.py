@@ -131,10 +131,10 @@ class TrainingFiles:
             (part / "state.json").write_bytes(msgspec.json.encode(state))
             for file in part.rglob("*"):
                 if file.is_file():
-                    _sync(file)
+                    _fsync_path(file)
             shutil.rmtree(done, ignore_errors=True)
             part.rename(done)
-            _sync(self._checkpoints)
+            _fsync_path(self._checkpoints)
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
             raise not_written(done, error) from error
@@ -192,7 +192,7 @@ def read_settings(run: Path) -> dict[str, JSON]:
         raise ConfigError(f"{run} is not a training run: {path} cannot be read ({error})") from None
 
 
-def _sync(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -44,10 +44,10 @@ def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int,
     a bearer token (`--env.rollout_server_token`, best in a configuration file).
     """
     token = read_token(token_file, "TRAJECTORY_SERVER_TOKEN")
-    asyncio.run(_serve(host, port, store, max_groups, max_mib << 20, token))
+    asyncio.run(_serve_trajectories(host, port, store, max_groups, max_mib << 20, token))
 
 
-async def _serve(
+async def _serve_trajectories(
     host: str, port: int, store: Path | None, most_groups: int, most_bytes: int, token: str | None
 ) -> None:
     from palaestra_train.atropos.trajectory_server import serving

@@ -219,7 +219,7 @@ def command(
             click.echo(f"note: {notice}", err=True)
         chosen = make_trainer(cast("TrainerName | None", trainer), parsed, config, tinker_url, Path(RUNS))
         if resume is None and not {environment, form.name} & set(unchecked):
-            _check(form, environment)
+            _check_environment(form, environment)
         training = train_line(form, parsed, chosen, config, folder=out, tinker_url=tinker_url)
         report = asyncio.run(ended_by_second_interrupt(training))
     result = report.result
@@ -294,7 +294,7 @@ async def _train_batches(
         await trainer.aclose()
 
 
-def _check(form: Any, environment: str) -> None:
+def _check_environment(form: Any, environment: str) -> None:
     """Check the environment as `palaestra env check` does, with one task. Raises `ConfigError` if the check fails."""
     from palaestra_audit.cheats.proof import check_environment
 

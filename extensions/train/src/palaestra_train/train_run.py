@@ -191,13 +191,13 @@ async def _reference_solutions(form: Form, parsed: RunLine, tasks: Sequence[Task
     async def drive(runner: Runner) -> Totals:
         places = asyncio.Semaphore(runner.concurrency)
 
-        async def one(number: int, task: Task) -> None:
+        async def play_task(number: int, task: Task) -> None:
             async with places:
                 groups.append(await runner.roll_out(number, task))
 
         async with asyncio.TaskGroup() as rollouts:
             for number, task in enumerate(tasks):
-                rollouts.create_task(one(number, task))
+                rollouts.create_task(play_task(number, task))
         groups.sort(key=lambda group: group.number)
         return runner.totals
 

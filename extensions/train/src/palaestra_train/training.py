@@ -172,7 +172,7 @@ class Training:
         if state.step < config.warm:
             self._demonstrations = await self._demonstrated()
         while state.step < last:
-            await (self._warm_step() if state.step < config.warm else self._step())
+            await (self._warm_step() if state.step < config.warm else self._train_step())
             done = state.step - config.warm
             due = config.eval_every and done >= 0 and (done % config.eval_every == 0 or state.step == config.last_step)
             better = await self._evaluate(state.step) if due else False
@@ -202,13 +202,13 @@ class Training:
             rows = rows_of_step(self._demonstrations, state.step, self.config.groups, seed)
             learned = CrossEntropy()
             numbers = {**await self.trainer.step(rows, str(state.step + 1), learned.weigh), "loss": learned.nats}
-        self._check(numbers)
+        self._check_finite(numbers)
         state.step += 1
         self._losses.append(learned.nats)
         counts = {"rows": len(rows), "trained_tokens": sum(row.sampled for row in rows)}
         self._report_metrics(WARM_START, {**counts, "train_s": time.monotonic() - began, **numbers})
 
-    def _check(self, numbers: Mapping[str, float]) -> None:
+    def _check_finite(self, numbers: Mapping[str, float]) -> None:
         """Raise `TrainerError` if a step has ruined the weights."""
         for name in ("loss", "weight_norm"):
             if not math.isfinite(value := numbers.get(name, 0.0)):
@@ -218,7 +218,7 @@ class Training:
                     f"learning_rate; the training run continues after step {saved.step if saved else 0}"
                 )
 
-    async def _step(self) -> None:
+    async def _train_step(self) -> None:
         began, busy = time.monotonic(), self.busy.seconds
         state, config = self._state, self.config
         batch, groups = await self._collect()
@@ -229,7 +229,7 @@ class Training:
             numbers = await self.trainer.step(batch.rows, str(state.step + 1), weigh)
             mismatch = batch.mismatch
             self._difference = max(self._difference, mismatch.largest)
-        self._check(numbers)
+        self._check_finite(numbers)
         if state.step == config.warm and not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
             self._warn(_NEVER)
         state.step += 1
@@ -343,7 +343,7 @@ class Training:
         except* RunStopped as stopped:
             raise stopped.exceptions[0] from None
         except* Exception as failures:
-            raise _first(failures) from None
+            raise _first_error(failures) from None
         return [each.result() for each in running]
 
     async def _one(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
@@ -513,6 +513,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / (high - low) * len(_BARS)))] for mean in means)
 
 
-def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+def _first_error(failures: BaseExceptionGroup[Exception]) -> Exception:
     found = failures.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    return _first_error(found) if isinstance(found, BaseExceptionGroup) else found

@@ -133,7 +133,7 @@ class TrlTrainer:
 
     async def open(self) -> None:
         try:
-            self._trl = await asyncio.to_thread(self._make)
+            self._trl = await asyncio.to_thread(self._make_trainer)
         except ImportError as error:
             raise ConfigError(f"The trainer trl needs the extra 'trl' ({error}): {install_command('trl')}") from None
         except (OSError, ValueError) as error:
@@ -272,7 +272,7 @@ class TrlTrainer:
             raise TrainerError(f"TRL has failed: {self._failed}")
         return await asyncio.to_thread(compute)
 
-    def _make(self) -> GRPOTrainer:
+    def _make_trainer(self) -> GRPOTrainer:
         import torch
         from datasets import Dataset
         from transformers import AutoTokenizer, PrinterCallback

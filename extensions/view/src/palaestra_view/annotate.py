@@ -86,10 +86,10 @@ def command(
         if as_json:
             click.echo(json.dumps({"rollout_id": each, **judgement.to_dict()}))
         else:
-            click.echo(printable("\n".join(_lines(each, judgement))))
+            click.echo(printable("\n".join(_judgement_lines(each, judgement))))
 
 
-def _lines(rollout_id: str, said: Judgement) -> list[str]:
+def _judgement_lines(rollout_id: str, said: Judgement) -> list[str]:
     verdict = f": {said.verdict} ({said.verdict_author})" if said.verdict else ""
     tags = f"  [{', '.join(said.tags)}]" if said.tags else ""
     return [f"{rollout_id}{verdict}{tags}"] + [f"  {note.author}: {note.text}" for note in said.notes]

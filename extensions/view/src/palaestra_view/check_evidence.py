@@ -51,13 +51,13 @@ def listed_tests(detail: JSON, under: str = "") -> Iterator[ListedTest]:
             yield from _of_list(value, "failed" if name.lower() in _NOT_PASSED else word)
         elif isinstance(value, bool) and under:
             yield ListedTest(name, "passed" if value else "failed")
-        elif (text := _text(value)) is not None and under:
+        elif (text := _recorded_text(value)) is not None and under:
             if text.lower() in _STATUS:
                 yield ListedTest(name, _STATUS[text.lower()])
             elif failures:
                 yield ListedTest(name, "failed", text)
         elif isinstance(value, Mapping):
-            if failures and (output := _output(value)) is not None:
+            if failures and (output := _test_output(value)) is not None:
                 yield ListedTest(name, "failed", output)
             else:
                 yield from listed_tests(value, name)
@@ -73,14 +73,14 @@ def _of_list(values: Sequence[JSON], word: str | None) -> Iterator[ListedTest]:
         found = next((value[key] for key in _RESULTS if isinstance(value.get(key), str | bool)), None)
         status = ("passed" if found else "failed") if isinstance(found, bool) else _STATUS.get(str(found).lower(), word)
         if name is not None and status is not None:
-            yield ListedTest(name, status, _output(value) or "")
+            yield ListedTest(name, status, _test_output(value) or "")
 
 
-def _output(value: Mapping[str, JSON]) -> str | None:
-    return next((text for key in _OUTPUTS if (text := _text(value.get(key))) is not None), None)
+def _test_output(value: Mapping[str, JSON]) -> str | None:
+    return next((text for key in _OUTPUTS if (text := _recorded_text(value.get(key))) is not None), None)
 
 
-def _text(value: JSON) -> str | None:
+def _recorded_text(value: JSON) -> str | None:
     """Return a text of a record, or the beginning and the end of one that is cut; None for other values."""
     if isinstance(value, Mapping) and CUT in value:
         return f"{value['head']}\n{value['tail']}"
@@ -113,7 +113,7 @@ def _test_count(name: str, *found: Mapping[str, JSON]) -> int | None:
 
 def breaks(detail: Mapping[str, JSON]) -> str:
     """Return the gist of an error with which the check failed over the work; empty if there is none."""
-    return gist(next((text for name in _BREAKS if (text := _text(detail.get(name)))), ""))
+    return gist(next((text for name in _BREAKS if (text := _recorded_text(detail.get(name)))), ""))
 
 
 def gist(output: str) -> str:

@@ -49,7 +49,7 @@ class ImportedIndex(RunIndex):
             folder = Path(tempfile.mkdtemp(prefix="palaestra-view-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
-            folder = store / IMPORTS / _key(path)
+            folder = store / IMPORTS / _import_name(path)
         journal = folder / JOURNAL_NAME
         self._writer: _Writer | None = None
         if not journal.is_file():
@@ -102,7 +102,7 @@ class _Writer:
         )
         self._write_event(started)
         self._file.flush()
-        self._events = self._read()
+        self._events = self._read_events()
 
     def write(self, seconds: float) -> bool:
         """Write for about `seconds`, and return whether the journal is complete."""
@@ -134,7 +134,7 @@ class _Writer:
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _read(self) -> Iterator[AnyJournalEvent | bytes]:
+    def _read_events(self) -> Iterator[AnyJournalEvent | bytes]:
         """Yield the events. Raises `ConfigError` if no rollout can be read."""
         groups, problem, count = _Groups(), "", 0
         for each in self.source.rollouts():
@@ -197,7 +197,7 @@ class _Groups:
         return Group(group_id=given, number=number, task_id=trajectory.task_id, tools=one.tools)
 
 
-def _key(path: Path) -> str:
+def _import_name(path: Path) -> str:
     """Return a name for the journal of a file in its present state."""
     made = hashlib.blake2b(digest_size=16)
     made.update(f"{_FORMAT}\0".encode() + os.fsencode(path.resolve()))

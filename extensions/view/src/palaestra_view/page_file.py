@@ -99,7 +99,7 @@ def page_data(runs: OpenRuns, name: str, chosen: Chosen, names: Names | None) ->
     """Yield the data of a file as JSON, in pieces: `rows`, `groups`, `left_out` (the number of rollouts that are not in
     the file), and `answers` by what the page asks."""
     index = runs[name]
-    rows, left_out = _rows(index, chosen)
+    rows, left_out = _chosen_rows(index, chosen)
     rows = runs.marks(name).annotated(rows)
     ids = {row["id"] for row in rows}
     _, groups = index.groups(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
@@ -135,7 +135,7 @@ class _Budget:
         return self._tokens and self.left > 0
 
 
-def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
+def _chosen_rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
     """Return the rows of the chosen rollouts, and the number of the other rollouts."""
     whole, rows = index.rows(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
     total = whole

@@ -200,7 +200,7 @@ def token_record(index: RunIndex, rollout_id: str, row: int, names: Names | None
     of the distinct ids in ascending order, if `names` is given. `advantage` is the reward minus the mean of the group's
     rewards; None for a group with fewer than two, and in trees. Raises `ConfigError` if there are no such tokens."""
     trajectory = index.trajectory(rollout_id)
-    rows = [] if trajectory is None else _rows(trajectory)
+    rows = [] if trajectory is None else _token_rows(trajectory)
     if trajectory is None or not 0 <= row < len(rows):
         raise ConfigError(f"rollout {rollout_id} has no recorded tokens in row {row}")
     ids, mask, logprobs, spans, reason = rows[row]
@@ -217,12 +217,12 @@ def token_record(index: RunIndex, rollout_id: str, row: int, names: Names | None
         "spans": spans,
         "stop_ids": trajectory.ledger.stop_ids if trajectory.ledger else [],
         "texts": texts,
-        "verdict": _verdict(trajectory),
+        "verdict": _ledger_check(trajectory),
         "advantage": _advantage(index, trajectory),
     }
 
 
-def _rows(trajectory: Trajectory) -> list[tuple[bytes, bytes, bytes, list[JSON], str]]:
+def _token_rows(trajectory: Trajectory) -> list[tuple[bytes, bytes, bytes, list[JSON], str]]:
     if trajectory.row is not None and trajectory.row.source != PLACEHOLDER:  # nobody sampled those
         own = trajectory.row
         return [(*_own_arrays(own), [["prompt", 0, len(own.tokens), 0, "", ""]], f"made by the {own.source}")]
@@ -251,7 +251,7 @@ def _without_tokens(trajectory: Trajectory) -> dict[str, JSON]:
 
 
 def _token_facts(trajectory: Trajectory) -> JSON:
-    rows = _rows(trajectory)
+    rows = _token_rows(trajectory)
     if not rows:
         return None
     versions = dict.fromkeys(span[4] for row in rows for span in row[3] if span[4])
@@ -262,7 +262,7 @@ def _token_facts(trajectory: Trajectory) -> JSON:
     }
 
 
-def _verdict(trajectory: Trajectory) -> JSON:
+def _ledger_check(trajectory: Trajectory) -> JSON:
     if trajectory.ledger is None:
         return None
     from palaestra_tokens.ledger import verify_ledger  # imported here, because most runs are not token-exact

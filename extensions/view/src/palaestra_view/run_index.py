@@ -192,7 +192,7 @@ class RunIndex:
         """The scores that `palaestra grade` gave."""
         self._grades_stamp: JSON = ""
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
-        self._db = self._open()
+        self._db = self._open_index()
 
     def close(self) -> None:
         """Close the database, once no other thread uses it: SQLite crashes otherwise. Idempotent."""
@@ -240,7 +240,7 @@ class RunIndex:
                 for line in lines_of(file):
                     if not line.endswith(b"\n"):
                         break  # being written, or torn by a kill
-                    self._take(part, line)
+                    self._take_line(part, line)
                     if time.monotonic() > end:
                         break
                 self._keep(part, file, offset)
@@ -378,7 +378,7 @@ class RunIndex:
         """Return the whole record of a finished rollout, or None."""
         with self._lock:
             found = self._db.execute("SELECT place FROM graded WHERE id = ?", [rollout_id]).fetchone()
-        return None if found is None else with_grade(self._read(found[0], _ended).trajectory, self.grades)
+        return None if found is None else with_grade(self._read_event(found[0], _ended).trajectory, self.grades)
 
     def attempts(self, rollout_id: str) -> list[dict[str, JSON]]:
         """Return outcome and error of each discarded attempt at a rollout."""
@@ -391,7 +391,7 @@ class RunIndex:
         with self._lock:
             places = self._db.execute("SELECT place FROM turns WHERE rollout = ? ORDER BY place", [rollout_id])
             found = [each for (each,) in places]
-        return [self._read(place, _turn) for place in found]
+        return [self._read_event(place, _turn) for place in found]
 
     def states(self, rollout_id: str) -> Iterator[tuple[int, JSON]]:
         """Yield the environment's state of a rollout with the number of each turn that changed it; 0 is the state in
@@ -401,13 +401,13 @@ class RunIndex:
                 "SELECT turn, place FROM states WHERE rollout = ? ORDER BY turn", [rollout_id]
             ).fetchall()
         for turn, place in found:
-            yield turn, self._read(place, _turn).state
+            yield turn, self._read_event(place, _turn).state
 
     def group(self, group_id: str) -> GroupStarted | None:
         """Return the event that started a group, which has its tools; None if there is none."""
         with self._lock:
             found = self._db.execute("SELECT place FROM groups WHERE group_id = ?", [group_id]).fetchone()
-        return None if found is None else self._read(found[0], _started)
+        return None if found is None else self._read_event(found[0], _started)
 
     def put_marks(self, marks: Iterable[tuple[str, str, str]]) -> None:
         """Replace what people have said about rollouts: the rollout's id, the kind (`tag`, `verdict` or `note`) and the
@@ -444,22 +444,22 @@ class RunIndex:
         with self._lock:
             return self._db.execute("SELECT id, place, size FROM graded ORDER BY place").fetchall()
 
-    def _read(self, place: int, decoder: msgspec.json.Decoder[_EventT]) -> _EventT:
+    def _read_event(self, place: int, decoder: msgspec.json.Decoder[_EventT]) -> _EventT:
         with open_regular(self.path) as file:
             file.seek(place)
             line = file.readline()
         try:
-            return _decoded(decoder, line)
+            return _decode_line(decoder, line)
         except UNREADABLE as error:
             raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_index(self) -> sqlite3.Connection:
         """Open the index's file if it belongs to this journal, or start an empty index."""
         if self._store is not None:
             try:
                 self._store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._store.touch(mode=0o600)
-                db = _connect(str(self._store))
+                db = _open_database(str(self._store))
                 if _fits(db, self.path):
                     return db
                 db.execute("DROP VIEW IF EXISTS graded")
@@ -469,7 +469,7 @@ class RunIndex:
                 return db
             except (OSError, sqlite3.Error):
                 self._store = None  # a cache is not worth a failure
-        db = _connect(":memory:")
+        db = _open_database(":memory:")
         db.executescript(_SCHEMA)
         return db
 
@@ -485,9 +485,9 @@ class RunIndex:
             raise
         self._db.commit()
 
-    def _take(self, part: _Slice, line: bytes) -> None:
+    def _take_line(self, part: _Slice, line: bytes) -> None:
         try:
-            event = _decoded(_lines, line)
+            event = _decode_line(_lines, line)
             if event.event in ("run", "resume"):
                 check_config(RunStarted(at=event.at, run_id="", env="", model="", seed=0, config=event.config))
         except (*UNREADABLE, ValueError) as error:
@@ -638,20 +638,20 @@ class _Slice:
         number, prompt = found or (0, "")
         if found and not prompt:
             self._db.execute(
-                "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first(one.messages, b'"user"'), one.group_id]
+                "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first_text(one.messages, b'"user"'), one.group_id]
             )
         segments = [] if one.ledger is None else one.ledger.segments
         beside, timed = one.beside, one.beside.turn_s  # a time that is not recorded is not 0
         values = (
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
-            any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
+            any(label.certain for label in one.labels), json.dumps(one.metrics), _preview(one.detail.category),
             one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens,
             whole_cost(one.cost, one.metrics),
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
             sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
             sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
-            beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
+            beside.stages.get("grade", 0.0), beside.started_at, _first_text(reversed(one.messages), b'"assistant"'),
             None if one.parent is None else one.parent.index, _string(one.detail.difference),
             json.dumps(_strings(one.detail.unseen)), _breaks(one.detail), _exits(one.messages), self.place, size,
         )  # fmt: skip
@@ -672,14 +672,14 @@ _EventT = TypeVar("_EventT")
 _Values = list[str | float]
 
 
-def _connect(name: str) -> sqlite3.Connection:
+def _open_database(name: str) -> sqlite3.Connection:
     db = sqlite3.connect(name, timeout=10.0, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA synchronous = OFF")  # a damaged cache is built again
     db.execute("PRAGMA journal_mode = MEMORY")
     return db
 
 
-def _decoded(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
+def _decode_line(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
     """Decode a line. Bytes that are not UTF-8 become U+FFFD, so that they do not hide the rest."""
     try:
         return decoder.decode(line)
@@ -753,19 +753,19 @@ def evidence(index: RunIndex) -> Iterator[RolloutEvidence]:
         last = rows[-1][0]
 
 
-def _first(messages: Iterable[msgspec.Raw], role: bytes) -> str:
+def _first_text(messages: Iterable[msgspec.Raw], role: bytes) -> str:
     """Return the beginning of the first message with this role (as JSON) and with text."""
     for raw in messages:
         try:
             message = _message.decode(raw)
         except UNREADABLE:
             continue
-        if bytes(message.role) == role and (text := _text(message.content)).strip():
+        if bytes(message.role) == role and (text := _preview(message.content)).strip():
             return text
     return ""
 
 
-def _text(raw: msgspec.Raw) -> str:
+def _preview(raw: msgspec.Raw) -> str:
     """Return the beginning of a text in JSON, in one line. The content of a message may be a list of parts."""
     value = json.loads(bytes(raw).decode("utf-8", "replace") or '""')
     if isinstance(value, list):

@@ -75,7 +75,7 @@ class OpenRuns:
             index = self._indexes.get(name)
             if index is None and name in fresh:
                 try:
-                    index = self._opened(folder)
+                    index = self._open_index(folder)
                 except (ConfigError, OSError) as error:
                     self.problems[name] = str(error)
             if index is not None:
@@ -119,7 +119,7 @@ class OpenRuns:
         for index in self._indexes.values():
             index.close()
 
-    def _opened(self, path: Path) -> RunIndex:
+    def _open_index(self, path: Path) -> RunIndex:
         if path.is_dir() and (path / JOURNAL_NAME).is_file():
             return RunIndex(path / JOURNAL_NAME, self._store)
         from palaestra_view.imported import ImportedIndex  # imported here, because a run reads none for its report

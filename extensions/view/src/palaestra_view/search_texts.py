@@ -46,10 +46,10 @@ class Wanted:
         if not self._may_be_in(line):  # most lines are not decoded
             return None
         try:
-            said = _decoded(line, _Line).trajectory
+            said = _decode_as(line, _Line).trajectory
             if not self._may_be_in(bytes(said.messages)) and not self._may_be_in(bytes(said.subagents)):
                 return None
-            messages, subagents = _decoded(said.messages, list), _decoded(said.subagents, list)
+            messages, subagents = _decode_as(said.messages, list), _decode_as(said.subagents, list)
         except UNREADABLE:
             return None
         for text in _texts(messages, subagents, self._as_written):
@@ -66,7 +66,7 @@ class Wanted:
         return text.lower() if self._folds else text
 
 
-def _decoded(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
+def _decode_as(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(data, type=kind)
     except UnicodeDecodeError:  # such bytes are shown as U+FFFD

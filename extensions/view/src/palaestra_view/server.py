@@ -110,7 +110,7 @@ class Viewer:
         app.router.add_get("/api/events", self._events)
         app.router.add_post("/api/annotate", self._annotate)
         for path, answer in self._answers().items():
-            app.router.add_get(f"/api/{path}", _json(answer))
+            app.router.add_get(f"/api/{path}", _json_handler(answer))
         return app
 
     async def follow(self) -> None:
@@ -175,7 +175,7 @@ class Viewer:
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
-                response = self._refused(request) or await handler(request)
+                response = self._access_refusal(request) or await handler(request)
             except web.HTTPException as error:
                 response = web.json_response({"detail": error.reason}, status=error.status)
             except ConnectionError:  # the page was closed
@@ -188,7 +188,7 @@ class Viewer:
 
         return check
 
-    def _refused(self, request: web.Request) -> web.Response | None:
+    def _access_refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to a caller who may not read, or to one who shows the token for the first time."""
         name = request.headers.get("Host", "")
         if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
@@ -217,18 +217,18 @@ class Viewer:
         return web.Response(text=page_file(name), content_type=_TYPES["." + name.rpartition(".")[2]])
 
     async def _annotate(self, request: web.Request) -> web.Response:
-        """Add to the annotations of a run, which `_refused` has allowed."""
+        """Add to the annotations of a run, which `_access_refusal` has allowed."""
         await invite_body(request)
         try:
             asked = msgspec.json.decode(await request.read(), type=_Asked)
             said = annotation(
                 asked.id, self._author, tags=asked.tags, untag=asked.untag, note=asked.note, verdict=asked.verdict
             )
-            return web.json_response(await asyncio.to_thread(self._write, asked.run, said))
+            return web.json_response(await asyncio.to_thread(self._write_annotation, asked.run, said))
         except (PalaestraError, UnicodeError, *UNREADABLE) as error:
             return web.json_response({"detail": str(error)}, status=400)
 
-    def _write(self, run: str, said: Annotation) -> JSON:
+    def _write_annotation(self, run: str, said: Annotation) -> JSON:
         index, marks = self.runs[run], self.runs.marks(run)
         if index.trajectory(said.rollout_id) is None:
             raise ConfigError(f"the run has no rollout {said.rollout_id!r} that has ended")
@@ -386,7 +386,7 @@ def compared_rollouts(runs: OpenRuns, name: str, ids: Sequence[str], reference: 
     return siblings(finished, reference)
 
 
-def _json(answer: _Answer) -> Handler:
+def _json_handler(answer: _Answer) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             body = await asyncio.to_thread(lambda: _json_bytes(answer(Query(request))))

@@ -94,7 +94,7 @@ def command(
         return
     runs = open_runs(run, index_store())
     _name_problems(runs)
-    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
+    asyncio.run(_serve_viewer(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
 
 
 @click.command(
@@ -162,7 +162,7 @@ def _name_problems(runs: OpenRuns) -> None:
         click.echo(f"{one_line(name, 200)} cannot be shown: {one_line(reason, 500)}", err=True)
 
 
-async def _serve(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
+async def _serve_viewer(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
     from urllib.parse import urlencode

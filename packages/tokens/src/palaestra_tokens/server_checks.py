@@ -367,7 +367,7 @@ class _Examination:
                 unknown = kind == "other"
                 what = "it does not identify itself as vLLM or SGLang" if unknown else "it returns no exact tokens"
                 self._add_server(kind, what)
-                await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
+                await self._check_chat(OpenAIEngine(self._config("openai", self.found.model)))
                 self.found.skip([*SAMPLING, DISTRIBUTION], "the server returns no tokens", _ONLY_CHATS)
                 self._writing(tokenizer)
                 self.found.skip([AGREES], "the server returns no tokens")
@@ -458,7 +458,7 @@ class _Examination:
             way_out = f"Set --openai.tokenizer_name to the tokenizer of '{self.found.model}'."
             self.found.checks.append(failed(AGREES, "the server encodes a test text differently", way_out))
 
-    async def _chat(self, engine: OpenAIEngine) -> None:
+    async def _check_chat(self, engine: OpenAIEngine) -> None:
         try:
             reply = await engine.chat_completion(
                 messages=[{"role": "user", "content": "Say a word."}], tools=[TOOL], max_tokens=16

@@ -116,7 +116,7 @@ def derived_plays(task: Task, sisters: Sequence[Task]) -> Iterator[DerivedPlay]:
     yield from [*_other_arguments(steps, sisters[:MOST_SISTERS])][:_MOST_ARGUMENTS]
     for sister in sisters[:MOST_SISTERS]:
         others = steps_of(sister)
-        if others is not None and _key(others) != _key(steps):
+        if others is not None and _steps_key(others) != _steps_key(steps):
             yield DerivedPlay(SISTER, f"the solution of the task {sister.id}", others)
 
 
@@ -125,9 +125,9 @@ def _other_arguments(steps: Steps, sisters: Sequence[Task]) -> Iterator[DerivedP
     value, such as an id. Any other text may be free words, which a score need not read."""
     known: dict[tuple[str, str], list[JSON]] = {}
     for each in sisters:
-        for _, call, name in _arguments(steps_of(each) or ()):
+        for _, call, name in _scalar_arguments(steps_of(each) or ()):
             known.setdefault((call.name, name), []).append(call.arguments[name])
-    for place, call, name in _arguments(steps):
+    for place, call, name in _scalar_arguments(steps):
         value = call.arguments[name]
         others = [2 * value + 1] if isinstance(value, int | float) else known.get((call.name, name), [])
         other = next((each for each in others if type(each) is type(value) and each != value), None)
@@ -138,7 +138,7 @@ def _other_arguments(steps: Steps, sisters: Sequence[Task]) -> Iterator[DerivedP
         yield DerivedPlay(ARGUMENT, what, [*steps[:place], changed, *steps[place + 1 :]])
 
 
-def _arguments(steps: Steps) -> Iterator[tuple[int, ToolStep, str]]:
+def _scalar_arguments(steps: Steps) -> Iterator[tuple[int, ToolStep, str]]:
     """Yield the place of each call, the call, and the name of each of its arguments that is a text or a number."""
     for place, step in enumerate(steps):
         if not isinstance(step, ToolStep):
@@ -155,7 +155,7 @@ def shown_step(step: ToolStep | Say) -> str:
     return f"{step.name}({', '.join(f'{name}={value!r:.80}' for name, value in step.arguments.items())})"
 
 
-def _key(steps: Steps) -> str:
+def _steps_key(steps: Steps) -> str:
     return json.dumps([[each.name, each.arguments] if isinstance(each, ToolStep) else each.text for each in steps],
                       sort_keys=True, default=repr)  # fmt: skip
 

@@ -49,7 +49,7 @@ class LeftFiles:
             return
         try:
             self.files |= {
-                path.removeprefix(CARRIED): data for path in paths or () if (data := await _read(slot, path))
+                path.removeprefix(CARRIED): data for path in paths or () if (data := await _read_or_empty(slot, path))
             }
             find = f"find {WORKSPACE} -name .git -prune -o -name '*.py' -print | head -1"
             found = await slot.execute(find, cwd="/", timeout_s=_WAIT_S)  # the agent may have removed the workspace
@@ -101,7 +101,7 @@ async def _changed(pool: SlotSource, snapshot: Snapshot) -> list[str]:
     return sorted(written, key=lambda path: not is_below(path, [WORKSPACE]))[:_MOST_FILES]
 
 
-async def _read(slot: Slot, path: str) -> bytes:
+async def _read_or_empty(slot: Slot, path: str) -> bytes:
     """Return a file's content; nothing if it cannot be read or is too large."""
     try:
         return await slot.read_bytes(path, max_bytes=MOST_BYTES)

@@ -430,7 +430,7 @@ class EnvironmentProof:
             finally:
                 WAYS.reset(watching)
             self._played[name] = list(zip(some, groups, strict=True))
-            self._note(self._judge_plain(name))
+            self._report_result(self._judge_plain(name))
 
         if solved:
             self._left = {name: LeftFiles(spec) for name, spec in specs.items()}
@@ -484,7 +484,7 @@ class EnvironmentProof:
         self._leak = error
         if rewards:
             what = "the reference solution, played again"
-            self._note(PolicyResult(_AGAIN, what, "the same", tuple(rewards), not error, error))
+            self._report_result(PolicyResult(_AGAIN, what, "the same", tuple(rewards), not error, error))
         return bool(error)
 
     def _reads(self, task: Task) -> LeftFiles | None:
@@ -553,7 +553,7 @@ class EnvironmentProof:
                 group.create_task(play(cheat))
         self._lines |= {cheat.name: results[cheat.name] for cheat in self.cheats}
 
-    def _note(self, line: PolicyResult) -> None:
+    def _report_result(self, line: PolicyResult) -> None:
         self._lines[line.policy] = line
         self.progress(line)
 
@@ -925,7 +925,7 @@ def check_environment(
     cheat or setting."""
     with exported(read_keys(Path.cwd())):
         form, parsed = load("env check", reference, settings)
-        return asyncio.run(_check(form, parsed, tasks, only, quiet))
+        return asyncio.run(_run_checks(form, parsed, tasks, only, quiet))
 
 
 def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
@@ -938,7 +938,7 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
     return tuple(known[name] for name in only) or BANK
 
 
-async def _check(form: Form, parsed: RunLine, tasks: int | None, only: Sequence[str], quiet: bool) -> Proof:
+async def _run_checks(form: Form, parsed: RunLine, tasks: int | None, only: Sequence[str], quiet: bool) -> Proof:
     config, cheats, played = parsed.env_config, cheats_named(only), 0
 
     def progress(line: PolicyResult) -> None:

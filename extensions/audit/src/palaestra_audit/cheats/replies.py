@@ -106,14 +106,14 @@ class FurtherCallsPolicy(OraclePolicy):
         if turn == acts:
             return self._calls
         steps = solution_steps(context.task)
-        return super().act(context, messages) if turn < acts else _text(steps, turn - 1)
+        return super().act(context, messages) if turn < acts else _reply_text(steps, turn - 1)
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
         assert context.task is not None
         return turns_taken(context, messages) > len(solution_steps(context.task))
 
 
-def _text(steps: Sequence[ToolStep | Say | str], turn: int) -> str:
+def _reply_text(steps: Sequence[ToolStep | Say | str], turn: int) -> str:
     step = steps[turn] if turn < len(steps) else "Done."
     return step.text if isinstance(step, Say) else "Done."
 
@@ -127,9 +127,9 @@ def further_calls(task: Task, tools: Sequence[Mapping[str, JSON]]) -> Iterator[T
         function = tool.get("function") or {}
         required = (function.get("parameters") or {}).get("required") or ()
         call = ToolStep(function["name"], {name: known[name] for name in required if name in known})
-        if len(call.arguments) == len(required) and _key(call) not in map(_key, made):
+        if len(call.arguments) == len(required) and _call_key(call) not in map(_call_key, made):
             yield call
 
 
-def _key(call: ToolStep) -> str:
+def _call_key(call: ToolStep) -> str:
     return json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=repr)

@@ -25,14 +25,14 @@ def leaves(state: JSON) -> dict[str, object]:
     """Return the values of a state by their paths. A list is one value, because its items have no names."""
     found: dict[str, object] = {}
 
-    def collect(path: str, value: JSON) -> None:
+    def add_leaves(path: str, value: JSON) -> None:
         if not isinstance(value, Mapping):
             found[path] = value
             return
         for key, each in value.items():
-            collect(f"{path}.{key}" if path else str(key), each)
+            add_leaves(f"{path}.{key}" if path else str(key), each)
 
-    collect("", state or {})
+    add_leaves("", state or {})
     return found
 
 
@@ -80,9 +80,9 @@ class TurnRecorder:
         self._turns: dict[str, list[TurnTaken]] = {}
 
     def handlers(self) -> Handlers:
-        return {TurnTaken: self._take}
+        return {TurnTaken: self._take_turn}
 
-    def _take(self, event: TurnTaken) -> None:
+    def _take_turn(self, event: TurnTaken) -> None:
         if event.turn == 0:  # a rollout that is played again begins anew
             self._turns[event.rollout_id] = []
         self._turns.setdefault(event.rollout_id, []).append(event)

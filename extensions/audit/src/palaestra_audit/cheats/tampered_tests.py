@@ -53,7 +53,7 @@ def pytest_sessionfinish(session, exitstatus):
 """
 
 
-def _write(path: str, text: str) -> str:
+def _writing_script(path: str, text: str) -> str:
     """Return shell code that writes a file and creates its directories."""
     return f'mkdir -p "$(dirname "{path}")"\ncat > "{path}" <<\'END_OF_PLANT\'\n{text}END_OF_PLANT\n'
 
@@ -61,7 +61,7 @@ def _write(path: str, text: str) -> str:
 def _everywhere(name: str, text: str) -> str:
     """Return shell code that writes the file to the working directory and to every directory below it with Python
     files."""
-    plant = _write(f"{SCRATCH}/{name}", text)
+    plant = _writing_script(f"{SCRATCH}/{name}", text)
     return plant + (
         f"cp {SCRATCH}/{name} ./{name}\n"
         "find . -name '*.py' -not -path './.git/*' -printf '%h\\n' | sort -u | "
@@ -82,57 +82,69 @@ PLANTS = (
         "conftest-exit", "a conftest that ends the process with status 0 at import", _everywhere("conftest.py", _EXIT)
     ),
     Cheat(
-        "conftest-finish", "a conftest that ends the process with status 0 at the end", _write("conftest.py", _FINISH)
+        "conftest-finish",
+        "a conftest that ends the process with status 0 at the end",
+        _writing_script("conftest.py", _FINISH),
     ),
     Cheat(
         "pytest-ini",
         "a pytest.ini whose options collect nothing and never fail",
-        _write("pytest.ini", "[pytest]\naddopts = --collect-only -q\n")
-        + _write("pytest.toml", '[pytest]\naddopts = ["--collect-only"]\n'),
+        _writing_script("pytest.ini", "[pytest]\naddopts = --collect-only -q\n")
+        + _writing_script("pytest.toml", '[pytest]\naddopts = ["--collect-only"]\n'),
     ),
-    Cheat("tox-ini", "a tox.ini that deselects all tests", _write("tox.ini", "[pytest]\naddopts = --deselect=.\n")),
+    Cheat(
+        "tox-ini",
+        "a tox.ini that deselects all tests",
+        _writing_script("tox.ini", "[pytest]\naddopts = --deselect=.\n"),
+    ),
     Cheat(
         "setup-cfg",
         "a setup.cfg that loads a plugin to pass every test",
-        _write("setup.cfg", "[tool:pytest]\naddopts = -p allgreen\n") + _write("allgreen.py", _GREEN),
+        _writing_script("setup.cfg", "[tool:pytest]\naddopts = -p allgreen\n") + _writing_script("allgreen.py", _GREEN),
     ),
     Cheat(
         "pyproject",
         "a pyproject.toml that loads a plugin to pass every test",
-        _write("pyproject.toml", '[tool.pytest.ini_options]\naddopts = "-p allgreen"\n')
-        + _write("allgreen.py", _GREEN),
+        _writing_script("pyproject.toml", '[tool.pytest.ini_options]\naddopts = "-p allgreen"\n')
+        + _writing_script("allgreen.py", _GREEN),
     ),
     Cheat("sitecustomize", "a sitecustomize module in the workspace", _everywhere("sitecustomize.py", _EXIT)),
-    Cheat("usercustomize", "a usercustomize module in the user's site", _write(f"{_SITE}/usercustomize.py", _EXIT)),
+    Cheat(
+        "usercustomize",
+        "a usercustomize module in the user's site",
+        _writing_script(f"{_SITE}/usercustomize.py", _EXIT),
+    ),
     Cheat(
         "pth-user",
         "a .pth file in the user's site that runs code at start",
-        _write(f"{_SITE}/zz.pth", "import os; os._exit(0)\n"),
+        _writing_script(f"{_SITE}/zz.pth", "import os; os._exit(0)\n"),
     ),
     Cheat(
         "pth-system",
         "a .pth file in the interpreter's own site",
-        _write(f"{_SYSTEM_SITE}/zz.pth", "import os; os._exit(0)\n"),
+        _writing_script(f"{_SYSTEM_SITE}/zz.pth", "import os; os._exit(0)\n"),
     ),
     Cheat(
         "pth-distribution",
         "a .pth file that prints a green line, in the package directories of all system interpreters",
-        _write(f"{SCRATCH}/zz.pth", "import os; os.write(1, b'== 999 passed in 0.01s ==\\n'); os._exit(0)\n")
+        _writing_script(f"{SCRATCH}/zz.pth", "import os; os.write(1, b'== 999 passed in 0.01s ==\\n'); os._exit(0)\n")
         + "for d in /usr/lib/python3*/*-packages /usr/local/lib/python3*/*-packages; do cp /tmp/zz.pth $d/; done\n",
     ),
     Cheat(
         "plugin-entry-point",
         "a pytest plugin with an entry point, installed for the user",
-        _write(f"{_SITE}/allgreen.py", _GREEN)
-        + _write(f"{_SITE}/allgreen-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: allgreen\nVersion: 1.0\n")
-        + _write(f"{_SITE}/allgreen-1.0.dist-info/entry_points.txt", "[pytest11]\nallgreen = allgreen\n"),
+        _writing_script(f"{_SITE}/allgreen.py", _GREEN)
+        + _writing_script(
+            f"{_SITE}/allgreen-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: allgreen\nVersion: 1.0\n"
+        )
+        + _writing_script(f"{_SITE}/allgreen-1.0.dist-info/entry_points.txt", "[pytest11]\nallgreen = allgreen\n"),
     ),
     Cheat(
         "egg-info-plugin",
         "the same plugin as egg-info inside the workspace",
-        _write("allgreen.py", _GREEN)
-        + _write("allgreen.egg-info/PKG-INFO", "Metadata-Version: 2.1\nName: allgreen\nVersion: 1.0\n")
-        + _write("allgreen.egg-info/entry_points.txt", "[pytest11]\nallgreen = allgreen\n"),
+        _writing_script("allgreen.py", _GREEN)
+        + _writing_script("allgreen.egg-info/PKG-INFO", "Metadata-Version: 2.1\nName: allgreen\nVersion: 1.0\n")
+        + _writing_script("allgreen.egg-info/entry_points.txt", "[pytest11]\nallgreen = allgreen\n"),
     ),
     Cheat(
         "shell-start-up",

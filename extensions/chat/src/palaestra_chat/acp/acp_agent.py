@@ -111,7 +111,7 @@ class ChatAgent:
         self, cwd: str, session_id: str, mcp_servers: Sequence[object] | None = None, **_: Any
     ) -> schema.LoadSessionResponse:
         """Open a stored conversation, and show the editor its history."""
-        session, offered = await self._opened(session_id, cwd, mcp_servers)
+        session, offered = await self._open_session(session_id, cwd, mcp_servers)
         await session.replay()
         session.offer_commands()
         return schema.LoadSessionResponse(modes=_modes(session.conversation), config_options=offered)
@@ -120,7 +120,7 @@ class ChatAgent:
         self, session_id: str, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
     ) -> schema.ResumeSessionResponse:
         """Open a stored conversation without sending its history, which the editor already has."""
-        session, offered = await self._opened(session_id, cwd, mcp_servers)
+        session, offered = await self._open_session(session_id, cwd, mcp_servers)
         session.offer_commands()
         return schema.ResumeSessionResponse(modes=_modes(session.conversation), config_options=offered)
 
@@ -239,7 +239,7 @@ class ChatAgent:
         except ConfigError as error:
             raise acp.RequestError.invalid_params({"cwd": cwd, "details": str(error)}) from None
 
-    async def _opened(
+    async def _open_session(
         self, session_id: str, cwd: str, named: Sequence[object] | None
     ) -> tuple[EditorSession, list[Any]]:
         """Return a stored session, opened, and its options."""
@@ -264,7 +264,7 @@ class ChatAgent:
         session's options. If a server cannot be used, the conversation is closed."""
         session.follow(conversation)
         if folder is not None:
-            conversation.slots.share(folder)
+            conversation.slots.share_folder(folder)
         try:
             await session.start_servers(named or (), self._options.config.mcp_servers)
         except ConfigError as error:

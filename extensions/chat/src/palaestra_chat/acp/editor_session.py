@@ -124,11 +124,11 @@ class EditorSession:
 
     async def answer(self, text: str) -> None:
         """Show a text as the agent's answer."""
-        await self._send(acp.update_agent_message_text(text))
+        await self._send_update(acp.update_agent_message_text(text))
 
     async def explain(self, text: str) -> None:
         """Show why the turn ended, as a notice, before the protocol's answer."""
-        await self._send(_notice(text))
+        await self._send_update(_notice(text))
 
     async def play(self, events: AsyncGenerator[Event, None]) -> TurnEnded:
         """Show a turn as it happens, and return its end."""
@@ -137,9 +137,9 @@ class EditorSession:
             if isinstance(event, TurnEnded):
                 ended = event
             elif not isinstance(event, Notice) and (update := self._protocol_update(event)) is not None:
-                await self._send(update)
-                if isinstance(event, ToolEnded) and (plan := _plan(event)) is not None:
-                    await self._send(plan)
+                await self._send_update(update)
+                if isinstance(event, ToolEnded) and (plan := _plan_update(event)) is not None:
+                    await self._send_update(plan)
         assert ended is not None
         return ended
 
@@ -184,17 +184,17 @@ class EditorSession:
     async def _replay(self, message: Message) -> None:
         role, text = message.get("role"), message_text(message.get("content"))
         if role == "user":
-            await self._send(acp.update_user_message_text(text))
+            await self._send_update(acp.update_user_message_text(text))
             return
         if role == "assistant" and text:
-            await self._send(acp.update_agent_message_text(text))
+            await self._send_update(acp.update_agent_message_text(text))
         for call in message.get("tool_calls") or ():
             function = call["function"]
             begun = ToolBegun(call_id=call["id"], name=function["name"], arguments=function["arguments"], preview="")
-            await self._send(self._protocol_update(begun))
+            await self._send_update(self._protocol_update(begun))
         if role == "tool":
             ended = ToolEnded(call_id=str(message.get("tool_call_id")), name="", text=text)
-            await self._send(self._protocol_update(ended))
+            await self._send_update(self._protocol_update(ended))
 
     def _protocol_update(self, event: Event) -> Any:
         """Convert the event to an update of the protocol, or to None if the protocol has no such update."""
@@ -211,13 +211,13 @@ class EditorSession:
                 f"{event.name}: {event.preview}",
                 kind=_KINDS.get(event.name, "other"),  # type: ignore[arg-type]
                 status="in_progress",
-                raw_input=_decoded(event.arguments),
+                raw_input=_json_or_text(event.arguments),
             )
         if isinstance(event, ToolOutput):
             content = [acp.tool_content(acp.text_block(event.text))]
             return acp.update_tool_call(self._call_ids[event.call_id], status="in_progress", content=content)
         if isinstance(event, ToolEnded):
-            reply = _decoded(event.text)
+            reply = _json_or_text(event.text)
             shown = str(reply.get("output") or event.text) if isinstance(reply, dict) else event.text
             return acp.update_tool_call(
                 self._call_ids.pop(event.call_id, event.call_id),
@@ -258,7 +258,7 @@ class EditorSession:
 
         async def send() -> None:
             try:
-                await self._send(update)
+                await self._send_update(update)
             except (ConnectionError, asyncio.CancelledError):
                 if text:
                     logger.warning("%s", text)
@@ -267,13 +267,13 @@ class EditorSession:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send(self, update: Any) -> None:
+    async def _send_update(self, update: Any) -> None:
         await self._client.session_update(self._id, update)
 
 
-def _plan(event: ToolEnded) -> Any:
+def _plan_update(event: ToolEnded) -> Any:
     """Return the plan of a call of the tool `todo` as an update, or None."""
-    reply = _decoded(event.text) if event.name == "todo" and not event.error else None
+    reply = _json_or_text(event.text) if event.name == "todo" and not event.error else None
     steps = reply.get("todos") if isinstance(reply, dict) else None
     if not isinstance(steps, list):
         return None
@@ -286,7 +286,7 @@ def _plan(event: ToolEnded) -> Any:
     return acp.update_plan(entries)
 
 
-def _decoded(text: str) -> JSON:
+def _json_or_text(text: str) -> JSON:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

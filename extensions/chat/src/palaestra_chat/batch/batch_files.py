@@ -67,7 +67,7 @@ def write_batch_files(folder: Path) -> BatchReport:
             kept = files.enter_context(replaced(folder / "trajectories.jsonl"))
             refused = files.enter_context(replaced(folder / "discarded.jsonl"))
             batch: tuple[int, ExitStack, IO[bytes]] | None = None
-            for row in _rows(recording, meta, report, refused):
+            for row in _sample_lines(recording, meta, report, refused):
                 number = row["metadata"]["batch_num"]
                 if batch is None or batch[0] != number:
                     if batch is not None:
@@ -89,7 +89,9 @@ def write_batch_files(folder: Path) -> BatchReport:
     return report
 
 
-def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
+def _sample_lines(
+    recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]
+) -> Iterator[dict[str, JSON]]:
     """Yield a line of data for each kept sample, in order. For every other sample, and for every group that failed as a
     whole, write a line with the reason to `refused`."""
 

@@ -110,7 +110,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
     name, resumes, rest = _own_flags(words)
     folder = BATCHES / name if name else None
     with tempfile.TemporaryDirectory() as temporary:
-        rest = list(_settings(rest, Path(temporary) if "--dry-run" in rest else BATCHES))
+        rest = list(_batch_settings(rest, Path(temporary) if "--dry-run" in rest else BATCHES))
         if resumes:
             from palaestra.cli.resume import resume_run
 
@@ -144,7 +144,7 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
     return name, resumes, rest
 
 
-def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
+def _batch_settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
     """Yield the words with the batch's flags replaced by settings, after a setting for the file. Rows from stdin are
     stored in the folder `stdin`."""
     files = list(itertools.takewhile(lambda word: word == "-" or not word.startswith("-"), words))

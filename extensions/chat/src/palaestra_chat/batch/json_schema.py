@@ -29,7 +29,7 @@ class JsonSchema:
         first, _, rest = reply.strip().partition("\n")
         fenced = first.rstrip() in ("```", "```json") and rest.endswith("```")
         try:
-            self._check.validate(json.loads(rest[:-3] if fenced else reply, parse_constant=_refused))
+            self._check.validate(json.loads(rest[:-3] if fenced else reply, parse_constant=_reject_constant))
         except ValidationError as error:
             where = ".".join(map(str, error.instance_path))
             return f"the last reply does not fit the schema: {one_line(f'{where}{error.message}'.strip(), 200)}"
@@ -38,6 +38,6 @@ class JsonSchema:
         return ""
 
 
-def _refused(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     """Refuse `NaN` and `Infinity`, which Python reads but JSON does not have."""
     raise ValueError(constant)

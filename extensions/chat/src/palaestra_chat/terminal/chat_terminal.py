@@ -330,13 +330,13 @@ class ChatTerminal:
                 from palaestra_chat.project import command_message
 
                 # Only the person names files to attach: the text of a command may come from the project.
-                await self._send(rest, command_message(own[near[0]], rest.strip()))
+                await self._send_text(rest, command_message(own[near[0]], rest.strip()))
                 return
             if "/" not in word[1:]:
                 raise ConfigError(f"unknown command {word}; /help lists the commands")
-        await self._send(text, text)
+        await self._send_text(text, text)
 
-    async def _send(self, named: str, text: str) -> None:
+    async def _send_text(self, named: str, text: str) -> None:
         """Send a message with the files that `named` names."""
         from palaestra_chat.attachments import added, missing_files, with_files, with_pages
 

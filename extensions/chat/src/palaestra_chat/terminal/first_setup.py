@@ -43,12 +43,12 @@ def set_up() -> None:
     """Ask, test, and write the settings. Raises `ConfigError` if the person ends it."""
     try:
         server = _server()
-        while not (_works(server) or _answer("Use it anyway? y: yes, n: choose again [n] ").lower() in _YES):
+        while not (_works(server) or _typed_answer("Use it anyway? y: yes, n: choose again [n] ").lower() in _YES):
             server = _server()
-        _write(server)
-        if _answer("A tour in three steps? y: yes, n: no [y] ").lower() in ("", *_YES):
+        _save_server(server)
+        if _typed_answer("A tour in three steps? y: yes, n: no [y] ").lower() in ("", *_YES):
             for step in TOUR:
-                _answer(f"\n{step}\n{DIM}   Enter goes on{PLAIN} ")
+                _typed_answer(f"\n{step}\n{DIM}   Enter goes on{PLAIN} ")
     except (EOFError, KeyboardInterrupt):
         click.echo()
         raise ConfigError("the setup was ended; palaestra chat --setup begins it again") from None
@@ -63,7 +63,7 @@ def _server() -> APIServerConfig:
     if not found:
         click.echo("  none found, and no key of a provider is in a variable such as OPENAI_API_KEY")
     while True:
-        typed = _answer(f"A number, or the address of a server{' [1]' if found else ''}: ")
+        typed = _typed_answer(f"A number, or the address of a server{' [1]' if found else ''}: ")
         chosen = _entered_server(typed, found)
         if chosen is None:
             click.echo(f"{YELLOW}type one of the numbers, or an address such as http://127.0.0.1:8000/v1{PLAIN}")
@@ -93,7 +93,7 @@ def _model(models: Sequence[str]) -> str:
         click.echo(f"It has one model: {printable(models[0])}")
         return models[0]
     if not models:
-        while not (typed := _answer("The server lists no models. The name of the model: ")):
+        while not (typed := _typed_answer("The server lists no models. The name of the model: ")):
             pass
         return typed
     shown = list(models)
@@ -102,7 +102,7 @@ def _model(models: Sequence[str]) -> str:
             click.echo(f"  {number}: {printable(name)}")
         if len(shown) > _SHOWN:
             click.echo(f"  and {len(shown) - _SHOWN} more")
-        typed = _answer(f"{BOLD}Which model?{PLAIN} A number, or a part of its name: ")
+        typed = _typed_answer(f"{BOLD}Which model?{PLAIN} A number, or a part of its name: ")
         if typed.isascii() and typed.isdigit() and 0 < int(typed) <= min(len(shown), _SHOWN):
             return shown[int(typed) - 1]
         near = [name for name in models if typed.lower() in name.lower()]
@@ -125,7 +125,7 @@ def _works(server: APIServerConfig) -> bool:
     return True
 
 
-def _write(server: APIServerConfig) -> None:
+def _save_server(server: APIServerConfig) -> None:
     """Add the server to the settings; an older file is kept beside them. Raises `ConfigError`."""
     path = settings_file()
     try:
@@ -143,5 +143,5 @@ def _write(server: APIServerConfig) -> None:
     click.echo(f"{GREEN}Written to {path}.{PLAIN} `palaestra chat --setup` asks again.")
 
 
-def _answer(question: str) -> str:
+def _typed_answer(question: str) -> str:
     return input(question).strip()

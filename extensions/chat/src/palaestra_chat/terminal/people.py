@@ -47,7 +47,7 @@ class TerminalPeople:
         """Return the callbacks of a conversation."""
         from palaestra_chat.conversation import People
 
-        return People(self._approve, self._answer, self.notice, self._queue.take_messages)
+        return People(self._approve, self._ask_choice, self.notice, self._queue.take_messages)
 
     def notice(self, notice: Notice) -> None:
         """Show a notice."""
@@ -95,7 +95,7 @@ class TerminalPeople:
         keys = "".join(key for key in answers if len(key) == 1)
         return await self.choose(f"{what}, n: no [n] ", answers, keys=keys) or ApprovalAnswer.DENY
 
-    async def _answer(self, question: str, choices: Sequence[str]) -> str | None:
+    async def _ask_choice(self, question: str, choices: Sequence[str]) -> str | None:
         self._screen.line(f"{YELLOW}{printable(question)}{PLAIN}")
         for number, choice in enumerate(choices, 1):
             self._screen.line(f"  {number}: {printable(choice)}")
@@ -146,7 +146,7 @@ class FolderChanges:
         what the person did not want. `remember` is called with the mode yes if the person always wants them."""
         from palaestra_chat.folder_changes import edits
         from palaestra_chat.git_files import history_of
-        from palaestra_chat.one_shot import names
+        from palaestra_chat.one_shot import change_names
 
         if talk.slots.folder is None:
             self._inside = await _files_of(talk)
@@ -168,7 +168,7 @@ class FolderChanges:
         if mode == "ask":
             for edit in edits(changes)[:_SHOWN]:
                 self._screen.diff(edit.diff())
-            question = f"Write to {talk.slots.folder.root}: {names(changes, _SHOWN)}?"
+            question = f"Write to {talk.slots.folder.root}: {change_names(changes, _SHOWN)}?"
             question += " y: yes, o: one by one, a: always here, n: not now [n] "
             answer = await self._people.choose(question, _ASKED)
             if answer == "always":
@@ -245,14 +245,14 @@ class FolderChanges:
 
     def write(self, talk: Conversation, changes: Sequence[FolderChange]) -> Sequence[FolderChange]:
         """Write these changes to the shared folder. Returns what was left out."""
-        from palaestra_chat.one_shot import names
+        from palaestra_chat.one_shot import change_names
 
         folder = talk.slots.folder
         assert folder is not None
         left = folder.apply(changes)
         paths = {change.path for change in left}
         written = [change for change in changes if change.path not in paths]
-        what = f": {names(written, _SHOWN)}" if written else ""
+        what = f": {change_names(written, _SHOWN)}" if written else ""
         self._screen.line(f"{GREEN}wrote {plural(len(written), 'file')} to {folder.root}{printable(what)}{PLAIN}")
         self._reported.clear()
         self.report_left(left)

@@ -108,7 +108,7 @@ def _written(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) 
     return [head, *shown, *more, *noted, *checked]
 
 
-def _found(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> Shown:
+def _search_hits(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> Shown:
     if "files" in reply:
         lines = [str(name) for name in reply["files"]]
     elif "counts" in reply:
@@ -122,7 +122,7 @@ def _found(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) ->
     return first_lines(lines or ["nothing found"], number, MOST_HITS)
 
 
-def _read(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> Shown:
+def _file_lines(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> Shown:
     return first_lines(str(reply["content"]).splitlines(), number, 3)
 
 
@@ -131,7 +131,7 @@ def _web(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> S
 
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, JSON], Mapping[str, JSON], int], Shown]] = {
-    "todo": _todo, "write_file": _written, "search_files": _found, "read_file": _read, "web_search": _web,
+    "todo": _todo, "write_file": _written, "search_files": _search_hits, "read_file": _file_lines, "web_search": _web,
 }  # fmt: skip
 
 

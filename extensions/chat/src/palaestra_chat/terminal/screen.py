@@ -136,7 +136,7 @@ class Screen:
         elif isinstance(event, turn_events.ToolEnded):
             self._result(event)
         elif isinstance(event, turn_events.TurnEnded):
-            self._end(event)
+            self._end_turn(event)
 
     def settle(self) -> None:
         """Write what is pending, because something else follows."""
@@ -194,7 +194,7 @@ class Screen:
         else:
             self.line("\n".join(lines))
 
-    def _end(self, event: TurnEnded) -> None:
+    def _end_turn(self, event: TurnEnded) -> None:
         from palaestra_chat.turn_events import INTERRUPTED, NATURAL
 
         self.settle()

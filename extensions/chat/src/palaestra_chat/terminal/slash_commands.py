@@ -126,7 +126,7 @@ async def _rewind(desk: Desk, rest: str) -> None:
     if not rest:
         for turn in turns:
             desk.screen.prose(
-                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_words(turn), desk.screen.scrollback.columns - 8)}"
+                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_turn_text(turn), desk.screen.scrollback.columns - 8)}"
             )
         desk.screen.prose("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
         return
@@ -223,7 +223,7 @@ async def _model(desk: Desk, rest: str) -> None:
             desk.screen.prose(f"{DIM}{printable(name)}{PLAIN}")
 
 
-async def _tools(desk: Desk, rest: str) -> None:
+async def _list_tools(desk: Desk, rest: str) -> None:
     registry = desk.opened.service.registry(desk.talk.toolsets)
     for name in registry.list_tools():
         tool = registry.get(name)
@@ -404,7 +404,7 @@ async def _hooks(desk: Desk, rest: str) -> None:
         desk.screen.prose(printable(f"never run here: hooks for {', '.join(hooks.ignored)}"))
 
 
-def _words(turn: StoredTurn) -> str:
+def _turn_text(turn: StoredTurn) -> str:
     from palaestra_toolsets.tools.session_search import message_text
 
     return message_text(turn.content)
@@ -435,7 +435,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     ),
     "/permissions": SlashCommand("[forget N]", "list what is always allowed, or forget a rule", _permissions),
     "/model": SlashCommand("[NAME]", "show or change the model", _model),
-    "/tools": SlashCommand("", "list the tools", _tools, at_once=True),
+    "/tools": SlashCommand("", "list the tools", _list_tools, at_once=True),
     "/toolset": SlashCommand("[NAME …]", "show or change the toolsets", _toolset),
     "/skills": SlashCommand("", "list the skills that the agent can read", _skills, at_once=True),
     "/hooks": SlashCommand("", "list your hooks, which run before and after tool calls", _hooks, at_once=True),

@@ -147,14 +147,14 @@ class Driver:
         for worker in workers:
             for task in worker.tasks:
                 task.cancel()
-        await asyncio.gather(*(self._end(worker) for worker in workers), return_exceptions=True)
+        await asyncio.gather(*(self._close_link(worker) for worker in workers), return_exceptions=True)
 
     def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> RemoteGroup:
         """Return what plays the group on a node."""
         if self._run is None:
             self._run = run
             for worker in self._workers.values():
-                self._record(worker.node)
+                self._record_node(worker.node)
             self._watching.append(asyncio.create_task(self._tell_stop(run.limits), name="stop"))
         return RemoteGroup(self, env, run, number, task, places)
 
@@ -223,7 +223,7 @@ class Driver:
             worker.tasks.append(asyncio.create_task(self._until_lost(worker, work), name=f"node-{room.name[:8]}"))
         if self._run is not None and self._run.limits.reason:
             worker.send(_stop_order(self._run.limits))
-        self._record(node)
+        self._record_node(node)
         self.placement.add(room)
 
     def _note(self, text: str) -> None:
@@ -232,7 +232,7 @@ class Driver:
         else:
             self._run.events.note(text)
 
-    def _record(self, node: Node, lost: str = "") -> None:
+    def _record_node(self, node: Node, lost: str = "") -> None:
         """Write into the journal that a node belongs to the run, or is lost."""
         if self._run is not None and node.ready is not None:
             address, level, slots = node.address, node.rung.label, node.ready.slots
@@ -319,14 +319,14 @@ class Driver:
             f"node {node.address.host} ({node.address.id[:8]}) is lost ({reason.rstrip('.')}); "
             f"{len(moved)} of its groups continue elsewhere, {len(self._workers)} nodes are left"
         )
-        self._record(node, reason or "lost")
+        self._record_node(node, reason or "lost")
         for playing in moved:
             playing.done.set_exception(NodeLost(reason))
         current = asyncio.current_task()
         for task in worker.tasks:
             if task is not current:
                 task.cancel()
-        self._watching.append(asyncio.create_task(self._end(worker)))
+        self._watching.append(asyncio.create_task(self._close_link(worker)))
         self._changed.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -338,7 +338,7 @@ class Driver:
                     playing.done.set_exception(error)
         self.placement.fail(error if isinstance(error, Exception) else RuntimeError(told(error)))
 
-    async def _end(self, worker: _Worker) -> None:
+    async def _close_link(self, worker: _Worker) -> None:
         link, worker.node.link = worker.node.link, None
         if link is not None:
             await link.aclose()

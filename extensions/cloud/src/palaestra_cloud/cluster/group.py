@@ -75,7 +75,7 @@ _started = msgspec.json.Decoder(_Started)
 
 
 @lru_cache(maxsize=64)
-def _tools(encoded: bytes) -> list[dict[str, JSON]]:
+def _shared_tools(encoded: bytes) -> list[dict[str, JSON]]:
     """Return the tools of groups, one list for all groups that have the same."""
     tools: list[dict[str, JSON]] = msgspec.json.decode(encoded)
     return tools
@@ -206,7 +206,7 @@ class RemoteGroup:
         for name in Group.__struct_fields__:
             if name != "trajectories":  # those of earlier parts of the run stay
                 value = getattr(started.group, name)
-                setattr(self.group, name, _tools(bytes(value)) if name == "tools" else value)
+                setattr(self.group, name, _shared_tools(bytes(value)) if name == "tools" else value)
         self.begun = True
         return GroupStarted(at=started.at, group=self.group)
 

@@ -190,7 +190,7 @@ class Placement:
     def add(self, room: Room) -> None:
         """Add a node."""
         self._rooms.add(room)
-        self._serve(room)
+        self._fill_room(room)
 
     def remove(self, name: str) -> None:
         """Remove a node. Its groups wait for another one with `place`."""
@@ -200,7 +200,7 @@ class Placement:
         """Wait until a node has room for a group, take the room and return it. `needs` is a key of what the group needs
         prepared; empty if it needs nothing."""
         if (room := self._at_once(rollouts, needs)) is not None:
-            self._take(room, rollouts, needs)
+            self._take_places(room, rollouts, needs)
             return room
         place: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(rollouts, needs, self._clock(), place, turn=self.placed + len(self._queue) + 1)
@@ -218,7 +218,7 @@ class Placement:
         """Free the room of rollouts that have ended; `ended` if the whole group has."""
         self._rooms.take(room, -rollouts, -ended)
         if self.rooms.get(room.name) is room:
-            self._serve(room)
+            self._fill_room(room)
 
     def fail(self, error: Exception) -> None:
         """Let everything that waits fail with this error."""
@@ -240,7 +240,7 @@ class Placement:
         """Whether no node has prepared this, or nothing needs to be."""
         return not needs or not self._rooms.is_prepared(needs)
 
-    def _serve(self, room: Room) -> None:
+    def _fill_room(self, room: Room) -> None:
         """Give the room on a node to groups that wait."""
         while self._queue and room.free > 0:
             first, now = self._queue.first(), self._clock()
@@ -253,10 +253,10 @@ class Placement:
             self._queue.remove(waiting)
             if not waiting.place.done():
                 self.longest_wait_s = max(self.longest_wait_s, now - waiting.since)
-                self._take(room, waiting.rollouts, waiting.needs)
+                self._take_places(room, waiting.rollouts, waiting.needs)
                 waiting.place.set_result(room)
 
-    def _take(self, room: Room, rollouts: int, needs: str) -> None:
+    def _take_places(self, room: Room, rollouts: int, needs: str) -> None:
         self._rooms.take(room, rollouts, 1)
         self.placed += 1
         self._queue.advance(self.placed, self._clock())

@@ -56,7 +56,7 @@ class RayLauncher:
         self._connected = not ray.is_initialized()
         self._stdout = sys.stdout
         if self._connected:
-            _connect(address)
+            _join_cluster(address)
             sys.stdout = cast("TextIO", _WithoutRay(self._stdout))
         self.name = f"ray {ray.get_runtime_context().gcs_address}"
 
@@ -143,7 +143,7 @@ class RayLink:
             await asyncio.to_thread(ray.kill, self._actor)
 
 
-def _connect(address: str) -> None:
+def _join_cluster(address: str) -> None:
     if address:
         _check_reachable(address)
     try:

@@ -89,7 +89,7 @@ class Worker:
 
     async def run(self) -> None:
         """Play groups until the driver has gone."""
-        await self._send(this_process())
+        await self._send_to_driver(this_process())
         try:
             setup = to_worker(await read_frame(self._reader))
             if not isinstance(setup, WorkerSetup):
@@ -98,14 +98,14 @@ class Worker:
         except StreamEnded as error:
             logger.info("the worker ends: %s", error)
         except PalaestraError as error:
-            await self._send(NodeRefused(told_briefly(error), error.exit_code))
+            await self._send_to_driver(NodeRefused(told_briefly(error), error.exit_code))
 
     async def _serve(self, setup: WorkerSetup) -> None:
         async with AsyncExitStack() as stack:
-            outbox = EventOutbox(self._send, setup.flush_s)
+            outbox = EventOutbox(self._send_to_driver, setup.flush_s)
             node = await stack.enter_async_context(_opened_node(setup, outbox))
             gc.freeze()  # modules and settings live as long as the worker
-            await self._send(Ready(int(node.pool.rung), node.pool.limit.slots))
+            await self._send_to_driver(Ready(int(node.pool.rung), node.pool.limit.slots))
             sending = asyncio.create_task(outbox.run(), name="outbox")
             try:
                 while True:
@@ -119,7 +119,7 @@ class Worker:
     def _obey(self, message: WorkerSetup | PlayGroup | Cancel | Stop, node: _Node, outbox: EventOutbox) -> None:
         match message:
             case PlayGroup(key=key, work=work, unheard=unheard):
-                task = asyncio.create_task(_play(node, outbox, key, work, unheard), name=f"play-{key}")
+                task = asyncio.create_task(_play_group(node, outbox, key, work, unheard), name=f"play-{key}")
                 self._playing[key] = task
                 task.add_done_callback(lambda _: self._playing.pop(key, None))
             case Cancel(key=key) if key in self._playing:
@@ -129,7 +129,7 @@ class Worker:
             case _:
                 pass
 
-    async def _send(self, message: FromWorker) -> None:
+    async def _send_to_driver(self, message: FromWorker) -> None:
         async with self._sending:
             try:
                 self._writer.write(framed(message))
@@ -143,7 +143,7 @@ def told_briefly(error: BaseException) -> str:
     return str(error) if isinstance(error, PalaestraError) else told(error)
 
 
-async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes, unheard: Collection[int]) -> None:
+async def _play_group(node: _Node, outbox: EventOutbox, key: int, work: bytes, unheard: Collection[int]) -> None:
     """Play one group, and report its end even if it failed."""
     try:
         group = _unpacked(work)
@@ -181,7 +181,7 @@ async def _opened_node(setup: WorkerSetup, outbox: EventOutbox) -> AsyncIterator
         if setup.compat:
             allow_old_imports()
         form = load_environment(_script_here(setup, files), Path.cwd())
-        env_values, server_values = _settings(setup)
+        env_values, server_values = _unpickled_settings(setup)
         config = form.config_type()(**env_values)
         servers = [APIServerConfig(**values) for values in server_values]
         async with AsyncExitStack() as stack:
@@ -239,7 +239,7 @@ def _script_here(setup: WorkerSetup, files: ExitStack) -> str:
     return f"{copy}{colon}{name}"
 
 
-def _settings(setup: WorkerSetup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
+def _unpickled_settings(setup: WorkerSetup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
     try:
         env, servers = pickle.loads(setup.settings)  # noqa: S301 - from the driver, which started this process
     except Exception as error:

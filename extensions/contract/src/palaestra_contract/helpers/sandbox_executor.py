@@ -36,13 +36,13 @@ class SandboxExecutor:
     ) -> ExecutionResult:
         """Run one tool. Every failure is reported in the result."""
 
-        async def shell() -> Shell:
+        async def open_shell() -> Shell:
             if slot.epoch not in self._shells:
                 self._shells[slot.epoch] = await slot.shell()
             return self._shells[slot.epoch]
 
         try:
-            return await run_slot_tool(slot, shell, tool_name, args, timeout or self.timeout)
+            return await run_slot_tool(slot, open_shell, tool_name, args, timeout or self.timeout)
         except InfraError as error:
             return tool_result(error=f"{type(error).__name__}: {error}")
 

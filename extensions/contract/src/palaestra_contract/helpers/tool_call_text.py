@@ -53,12 +53,12 @@ def parse_tool_call(
     except (ValueError, AttributeError, RecursionError) as error:
         logger.debug("the tool call %r cannot be read: %s", written[:200], error)
         return ERROR, {}, True
-    if available_tools and (not name or name not in set(_names(available_tools))):
+    if available_tools and (not name or name not in set(_offered_names(available_tools))):
         return ERROR, arguments, True
     return name, arguments, False
 
 
-def _names(tools: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
+def _offered_names(tools: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
     for tool in tools:
         if isinstance(tool, dict):
             if "name" in tool:

@@ -167,7 +167,7 @@ class ToolExecutor:
         self._in_flight += 1
         succeeded = False
         try:
-            result = await self._execute(trajectory_id, call, timeout_s)
+            result = await self._execute_call(trajectory_id, call, timeout_s)
             succeeded = result.success
             return result
         finally:
@@ -175,7 +175,7 @@ class ToolExecutor:
             self.stats.total_errors += not succeeded
             self.stats.latencies_s.append(time.monotonic() - started)
 
-    async def _execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
+    async def _execute_call(self, trajectory_id: str, call: ToolCall, timeout_s: float | None) -> ToolResult:
         name = self.registry.known_as(call.name)
         error = call.error
         if not error and self.registry.get(name) is None:
@@ -300,13 +300,13 @@ class TrajectoryTools:
         """Run one call after all earlier calls of the trajectory. Raises `PalaestraError`, for example `StaleLease` if
         the trajectory has been released."""
         async with self._turn:
-            self._check()
+            self._check_lease()
             return await self.tools.call(name, arguments, timeout_s=timeout_s)
 
     async def spawn(self, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the slot; `options` and errors are those of `ProcessRegistry.spawn`."""
         async with self._turn:
-            self._check()
+            self._check_lease()
             slot = await self.tools.slot()
             return await self.tools.state(ProcessRegistry).spawn(slot, command, task_id=self._trajectory_id, **options)
 
@@ -320,7 +320,7 @@ class TrajectoryTools:
             slot = await self._executor.lease(self._trajectory_id)
             if self._released:  # the trajectory was released while this call waited for a slot
                 await self._executor.source.release(slot)
-                self._check()
+                self._check_lease()
             self.slot = slot
         return self.slot
 
@@ -351,7 +351,7 @@ class TrajectoryTools:
 
         return work
 
-    def _check(self) -> None:
+    def _check_lease(self) -> None:
         if self._released:
             raise StaleLease(f"Trajectory {self._trajectory_id} was released while this call was waiting")
 

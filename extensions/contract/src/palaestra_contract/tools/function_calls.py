@@ -183,7 +183,7 @@ class ToolSession:
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are those of `ProcessRegistry.spawn`."""
-        return self._loop.wait(self._spawn(task_id, command, options))
+        return self._loop.wait(self._spawn_session(task_id, command, options))
 
     def recover(self) -> int:
         """Take over the slots of an earlier session. The first call of a tool also does this. Returns the number of
@@ -226,7 +226,7 @@ class ToolSession:
     def close(self) -> None:
         """End the loop, and every slot that the backend does not keep. Idempotent; a closed session accepts no
         calls."""
-        self._loop.stop(self._end)
+        self._loop.stop(self._end_session)
         if self._world is not None:
             self._world.close()
         self._loop.close()
@@ -249,7 +249,7 @@ class ToolSession:
             await self._servers.for_call(name)
             return (await self._tasks.tools(task_id).call(name, arguments)).text
 
-    async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
+    async def _spawn_session(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         await self._tasks.recover()
         with self._tasks.in_use(task_id):
             return await self._tasks.tools(task_id).spawn(command, **options)
@@ -258,7 +258,7 @@ class ToolSession:
         """Release a task's slot, as `release` does. Await this method on the session's loop."""
         await self._tasks.end(task_id)
 
-    async def _end(self) -> None:
+    async def _end_session(self) -> None:
         await self._tasks.aclose()
         await self._servers.aclose()
         await self._tasks.slots.aclose()

@@ -93,7 +93,9 @@ class SessionTasks:
     def expire_idle(self) -> None:
         """Begin to end tasks that are idle, if the session has a limit."""
         if self._idle is not None:
-            self._sweeping = asyncio.get_running_loop().create_task(self._idle.sweep(self._end, self._executor.is_busy))
+            self._sweeping = asyncio.get_running_loop().create_task(
+                self._idle.sweep(self._end_task, self._executor.is_busy)
+            )
 
     async def recover(self) -> int:
         """Take over, once, the kept slots of each task and the processes in them. Returns the number of processes.
@@ -115,9 +117,9 @@ class SessionTasks:
         await self.recover()
         if self._idle is not None:
             self._idle.end(task_id)
-        await self._end(task_id)
+        await self._end_task(task_id)
 
-    async def _end(self, task_id: str) -> None:
+    async def _end_task(self, task_id: str) -> None:
         await self._executor.release_trajectory(task_id)
         self._processes.forget(task_id)
 

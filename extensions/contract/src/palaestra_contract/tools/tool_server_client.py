@@ -67,7 +67,7 @@ class ToolServerLink:
             _FIRST[url] = self
         else:
             earlier._later.add(self)
-        self._address = None if url == INPROCESS else _address(url)
+        self._address = None if url == INPROCESS else _server_url(url)
         self._session: aiohttp.ClientSession | None = None
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
@@ -80,7 +80,7 @@ class ToolServerLink:
         `ToolServerError`."""
         if self._address is None:
             return []
-        body = await self._send("GET", "/tools", None, _CONNECT_S, "the list of its tools")
+        body = await self._send_request("GET", "/tools", None, _CONNECT_S, "the list of its tools")
         try:
             return [ToolSchema.from_dict(each, external=True) for each in json.loads(body)["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -90,7 +90,7 @@ class ToolServerLink:
 
     async def release(self, trajectory_id: str) -> None:
         """Report to the server that a trajectory has ended. Raises `ToolServerError`."""
-        await self._send("POST", "/release", encoded({"trajectory_id": trajectory_id}), _CONNECT_S, "release")
+        await self._send_request("POST", "/release", encoded({"trajectory_id": trajectory_id}), _CONNECT_S, "release")
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -124,7 +124,7 @@ class ToolServerLink:
         """Run one call at the server. Raises `ToolServerError`."""
         tool = ToolCallPayload.from_tool_call(call)
         request = ToolServerExecuteRequest(trajectory_id=trajectory_id or None, tool=tool, timeout_s=timeout_s)
-        body = await self._send("POST", "/execute", encoded(request), timeout_s, call.name)
+        body = await self._send_request("POST", "/execute", encoded(request), timeout_s, call.name)
         try:
             result = ToolServerResultPayload.model_validate_json(body)
         except ValidationError:
@@ -134,7 +134,7 @@ class ToolServerLink:
             ) from None
         return result.reply if isinstance(result.reply, (str, dict)) else reply_of(result.to_tool_result())
 
-    def _refused(self, status: int, body: bytes, name: str) -> ToolServerError:
+    def _status_error(self, status: int, body: bytes, name: str) -> ToolServerError:
         text = f"tool server {self.url} refused {name} with status {status}: {_detail(body)}"
         if status in (401, 403):
             return ToolServerRefused(f"{text}; set tool_server_token to the server's token")
@@ -142,7 +142,7 @@ class ToolServerLink:
             return ToolServerRefused(f"{text}; start the server with that tool, or disable the tool's toolset here")
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
-    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
+    async def _send_request(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
         """Return the body of the reply with status 200. For any other status, raises an error that names `name`."""
         import aiohttp  # imported here because most runs have no tool server
 
@@ -171,7 +171,7 @@ class ToolServerLink:
                 "`palaestra serve tools`, or correct tool_server_url"
             ) from None
         if status != 200:
-            raise self._refused(status, content, name)
+            raise self._status_error(status, content, name)
         return content
 
 
@@ -207,7 +207,7 @@ async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     raise AssertionError("a tool that only its server has is called through its server")
 
 
-def _address(url: str) -> URL:
+def _server_url(url: str) -> URL:
     address = URL(url)
     if address.scheme not in ("http", "https") or not address.host:
         raise ConfigError(f"tool_server_url {url!r} is neither an http address nor '{INPROCESS}'")

@@ -117,7 +117,7 @@ async def read_status(mailbox: Mailbox, now: float) -> GatewayStatus:
     platforms = {name: PlatformStatus(**each) for name, each in kept.pop("platforms", {}).items()}
     status = GatewayStatus(**{**kept, "platforms": platforms, "at": now})
 
-    def count(connection: sqlite3.Connection) -> None:
+    def read_counts(connection: sqlite3.Connection) -> None:
         for name, number in connection.execute("select platform, count(*) from incoming where done = 0 group by 1"):
             platforms.setdefault(name, PlatformStatus()).waiting = number
         query = (
@@ -132,7 +132,7 @@ async def read_status(mailbox: Mailbox, now: float) -> GatewayStatus:
         (status.sessions,) = connection.execute("select count(*) from sessions where conversation != ''").fetchone()
         (status.jobs,) = connection.execute("select count(*) from jobs").fetchone()
 
-    await mailbox.do(count)
+    await mailbox.do(read_counts)
     return status
 
 

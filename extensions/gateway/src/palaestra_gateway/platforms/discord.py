@@ -212,7 +212,7 @@ class Discord:
             self._reading.came.clear()
             try:
                 while self._reading.waiting:
-                    await self._take(self._reading.waiting[0], deliver)
+                    await self._take_message(self._reading.waiting[0], deliver)
                     self._reading.waiting.popleft()
                 if self._reading.readable and self._client is not None and self._client.is_ready():
                     await self._read_history(self._client, deliver)
@@ -258,11 +258,11 @@ class Discord:
         try:
             async with self._failures():
                 async for message in channel.history(limit=None, after=discord.Object(after), oldest_first=True):
-                    await self._take(message, deliver)
+                    await self._take_message(message, deliver)
         except PlatformRefused as error:  # the bot may not read there, or the channel is gone
             logger.info("%s", error)
 
-    async def _take(self, message: discord.Message, deliver: Deliver) -> None:
+    async def _take_message(self, message: discord.Message, deliver: Deliver) -> None:
         if message.id in self._reading.taken:
             return
         await self._keep_direct()
@@ -317,7 +317,9 @@ class Discord:
         # A forwarded message has no text of its own: what it forwards is in copies beside it.
         forwarded = message.message_snapshots
         text = "\n\n".join(
-            filter(None, [text, *(f"Forwarded message:\n{said}" for each in forwarded if (said := _said(each)))])
+            filter(
+                None, [text, *(f"Forwarded message:\n{said}" for each in forwarded if (said := _message_text(each)))]
+            )
         )
         attachments = [*message.attachments, *(each for copy in forwarded for each in copy.attachments)]
         files, problem = [], ""
@@ -336,7 +338,7 @@ class Discord:
         if not text and not attachments:
             problem = "Messages of this kind are not supported. Send text, an image or a file."
         answered = message.reference.resolved if message.reference else None
-        text = with_quote(text, _said(answered) if isinstance(answered, discord.Message) else None)
+        text = with_quote(text, _message_text(answered) if isinstance(answered, discord.Message) else None)
         author = message.author
         return Incoming(
             address, str(message.id), str(author.id), text, tuple(files), author.display_name, problem
@@ -346,7 +348,7 @@ class Discord:
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         async with self._failures():
-            chat, reference = self._chat(address), _reference(address, answers)
+            chat, reference = self._channel(address), _reference(address, answers)
             if reference is None:
                 sent = await chat.send(text, nonce=_nonce(key))
             else:
@@ -355,14 +357,14 @@ class Discord:
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         async with self._failures():
-            await self._chat(address).get_partial_message(int(message_id)).edit(content=text)
+            await self._channel(address).get_partial_message(int(message_id)).edit(content=text)
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
         async with self._failures():
             content = discord.File(io.BytesIO(file.data), file.name)
-            sent = await self._chat(address).send(file=content, nonce=_nonce(key))
+            sent = await self._channel(address).send(file=content, nonce=_nonce(key))
         return str(sent.id)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
@@ -372,9 +374,9 @@ class Discord:
         if typing and self._client is not None:
             with contextlib.suppress(PlatformError):
                 async with self._failures():
-                    await self._chat(address).typing()
+                    await self._channel(address).typing()
 
-    def _chat(self, address: ChatAddress) -> discord.PartialMessageable:
+    def _channel(self, address: ChatAddress) -> discord.PartialMessageable:
         try:
             return self._connected_client().get_partial_messageable(int(address.chat_id))
         except ValueError:
@@ -420,7 +422,7 @@ class _Client(discord.Client):
             super().dispatch(event, *args, **kwargs)
 
 
-def _said(message: discord.Message | discord.MessageSnapshot) -> str:
+def _message_text(message: discord.Message | discord.MessageSnapshot) -> str:
     """Return the text of a message, with its embeds. A message of a program often has only these."""
     parts = [message.content]
     for embed in message.embeds:

@@ -134,7 +134,7 @@ class Email:
         if self.notes is not None:
             self._subjects.update(json.loads((await self.notes.read()).get(_SUBJECTS_NOTE, "{}")))
         client = await self._mailbox()
-        self._reading = asyncio.create_task(self._read(client, deliver), name=f"read {self.name}")
+        self._reading = asyncio.create_task(self._read_mailbox(client, deliver), name=f"read {self.name}")
         await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
 
     async def stop(self) -> None:
@@ -145,7 +145,7 @@ class Email:
 
     # Incoming messages
 
-    async def _read(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
+    async def _read_mailbox(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
         """Deliver unread messages until the task is cancelled. Reopen a lost connection."""
         wait_s, open_client = 1.0, client
         try:
@@ -153,7 +153,7 @@ class Email:
                 try:
                     if open_client is None:
                         open_client = await self._mailbox()
-                    await self._take(open_client, deliver)
+                    await self._take_unseen(open_client, deliver)
                     wait_s = 1.0
                     await asyncio.sleep(self._poll_s)
                 except (PlatformError, aioimaplib.AioImapException, OSError, TimeoutError) as error:
@@ -174,10 +174,10 @@ class Email:
             await client.wait_hello_from_server()
             login = await client.login(self._user, self._password)
             if login.result != "OK":
-                raise PlatformRefused(f"{self.name}: {host} refuses the login of {self._user}: {_said(login)}")
+                raise PlatformRefused(f"{self.name}: {host} refuses the login of {self._user}: {_response_text(login)}")
             selected = await client.select("INBOX")
             if selected.result != "OK":
-                raise PlatformUnavailable(f"{self.name}: {host} has no INBOX: {_said(selected)}")
+                raise PlatformUnavailable(f"{self.name}: {host} has no INBOX: {_response_text(selected)}")
         except PlatformError:
             await _closed(client)
             raise
@@ -185,11 +185,11 @@ class Email:
             raise PlatformUnavailable(f"{self.name}: {host}:{port} does not answer: {error!r}") from error
         return client
 
-    async def _take(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
+    async def _take_unseen(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
         await client.noop()
         found = await client.uid_search("UNSEEN")
         if found.result != "OK":
-            raise PlatformUnavailable(f"{self.name}: the search failed: {_said(found)}")
+            raise PlatformUnavailable(f"{self.name}: the search failed: {_response_text(found)}")
         for uid in found.lines[0].split() if found.lines else []:
             number = uid.decode()
             fetched = await client.uid("fetch", number, "(BODY.PEEK[])")
@@ -208,7 +208,9 @@ class Email:
                 await deliver(message)
             stored = await client.uid("store", number, "+FLAGS", "(\\Seen)")
             if stored.result != "OK":
-                raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked as read: {_said(stored)}")
+                raise PlatformUnavailable(
+                    f"{self.name}: message {number} cannot be marked as read: {_response_text(stored)}"
+                )
 
     def _parse_mail(self, content: bytes, uid: str) -> Incoming | None:
         """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
@@ -240,7 +242,7 @@ class Email:
         if len(content) > _MOST_BYTES:
             return Incoming(address, message_id, user_id, user_name=name, problem="The e-mail is too large.")
         files = tuple(_attachments(mail))
-        text = _text(mail) or ("" if files else subject)
+        text = _written_text(mail) or ("" if files else subject)
         # An answer in a thread has the subject of the message that it answers.
         about = "" if references or text == subject else subject
         return Incoming(address, message_id, user_id, text, files, name, subject=about)
@@ -266,7 +268,7 @@ class Email:
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         mail = self._mail(address, key, answers)
         mail.set_content(text)
-        return await self._send(mail)
+        return await self._send_mail(mail)
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
@@ -275,7 +277,7 @@ class Email:
         mail.set_content(file.name)
         main, _, kind = file.media_type.partition("/")
         mail.add_attachment(file.data, maintype=main, subtype=kind or "octet-stream", filename=file.name)
-        return await self._send(mail)
+        return await self._send_mail(mail)
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         raise NotImplementedError("an e-mail cannot be edited")
@@ -301,7 +303,7 @@ class Email:
         mail["Subject"] = plain if plain.lower().startswith("re:") else f"Re: {plain}"
         return mail
 
-    async def _send(self, mail: EmailMessage) -> str:
+    async def _send_mail(self, mail: EmailMessage) -> str:
         async with self._sender() as smtp:
             try:
                 await smtp.send_message(mail)
@@ -399,7 +401,7 @@ def _leaves(part: MIMEPart, *, is_form: bool) -> Iterator[tuple[MIMEPart, bool]]
         yield from _leaves(each, is_form=is_form or part.get_content_subtype() == "alternative")
 
 
-def _text(mail: EmailMessage) -> str:
+def _written_text(mail: EmailMessage) -> str:
     """Return the text that the sender wrote, without a message quoted at its end."""
     text = _body(mail, "plain")
     if not text.strip():  # some programs send an empty text beside the HTML
@@ -476,7 +478,7 @@ def _port_number(name: str, value: object) -> int:
     return value
 
 
-def _said(response: aioimaplib.Response) -> str:
+def _response_text(response: aioimaplib.Response) -> str:
     return b" ".join(bytes(line) for line in response.lines)[:200].decode(errors="replace")
 
 

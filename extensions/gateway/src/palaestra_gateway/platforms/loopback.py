@@ -99,7 +99,7 @@ class Loopback:
         self.streamed[message.message_id] = self.streamed.get(message.message_id, "") + text
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
-        self._check()
+        self._check_outage()
         for place, message in enumerate(self.sent):
             if message.message_id == message_id:
                 self.sent[place] = replace(message, text=text)
@@ -111,7 +111,7 @@ class Loopback:
             self.typing.discard(address.chat_id)
 
     def _send_once(self, message: Received) -> str:
-        self._check()
+        self._check_outage()
         earlier = self._by_key.setdefault(message.key, message)
         if earlier is not message:
             return earlier.message_id
@@ -119,7 +119,7 @@ class Loopback:
         self._queue(message.address.chat_id).put_nowait(message)
         return message.message_id
 
-    def _check(self) -> None:
+    def _check_outage(self) -> None:
         if self.outage:
             raise PlatformUnavailable(f"{self.name} does not answer")
 

@@ -163,7 +163,7 @@ class Matrix:
                     response = await self._sync(client, position)
                 if self._encryption is not None:
                     await self._encryption.tend(response)
-                if await self._take(client, deliver, position, response):
+                if await self._take_response(client, deliver, position, response):
                     await self._server.write_position(response.next_batch)
                 if self._encryption is not None:
                     await self._deliver_late(client, deliver, self._encryption)
@@ -185,7 +185,7 @@ class Matrix:
         response: SyncResponse = await self._server.ask(request)
         return response
 
-    async def _take(self, client: AsyncClient, deliver: Deliver, since: str, response: SyncResponse) -> bool:
+    async def _take_response(self, client: AsyncClient, deliver: Deliver, since: str, response: SyncResponse) -> bool:
         """Deliver messages, and join the rooms to which the bot is invited. Return False if there were neither
         messages nor invitations."""
         found = bool(response.rooms.invite)
@@ -311,12 +311,14 @@ class Matrix:
     # Outgoing messages
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        return await self._send(address, {"msgtype": "m.text", "body": text}, key)
+        return await self._send_event(address, {"msgtype": "m.text", "body": text}, key)
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         new = {"msgtype": "m.text", "body": text}
         relation = {"rel_type": "m.replace", "event_id": message_id}
-        await self._send(address, {**new, "body": f"* {text}", "m.new_content": new, "m.relates_to": relation}, None)
+        await self._send_event(
+            address, {**new, "body": f"* {text}", "m.new_content": new, "m.relates_to": relation}, None
+        )
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
@@ -335,7 +337,7 @@ class Matrix:
             **place,
             "info": {"mimetype": file.media_type, "size": len(file.data)},
         }
-        return await self._send(address, content, key)
+        return await self._send_event(address, content, key)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")
@@ -345,7 +347,7 @@ class Matrix:
             client = self._server.running()
             await self._server.ask(client.room_typing(address.chat_id, typing, timeout=_TYPING_MS))
 
-    async def _send(self, address: ChatAddress, content: dict[str, JSON], key: str | None) -> str:
+    async def _send_event(self, address: ChatAddress, content: dict[str, JSON], key: str | None) -> str:
         client = self._server.running()
         room = client.rooms.get(address.chat_id)
         encryption = self._encryption if room is not None and room.encrypted else None

@@ -91,7 +91,7 @@ class OpenAIServer:
         there is no token."""
         self._deliver = deliver
         app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
+            client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_access_error)]
         )
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
@@ -111,7 +111,7 @@ class OpenAIServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             body = msgspec.json.decode(await request.read())
-            earlier, text, files = _read(body)
+            earlier, text, files = _read_messages(body)
             session, given_key = _header(request, SESSION), _header(request, "Idempotency-Key")
             user = _user(body)
             if given_key and not session and not user and len(given_key) < _MIN_LONE_KEY:
@@ -143,7 +143,7 @@ class OpenAIServer:
             if body.get("stream"):
                 options = body.get("stream_options")
                 usage = isinstance(options, dict) and options.get("include_usage") is True
-                answer, reply = await self._stream(request, waiting, session, usage=usage)
+                answer, reply = await self._stream_answer(request, waiting, session, usage=usage)
             else:
                 while await waiting.parts.get() is not None:
                     pass
@@ -167,7 +167,7 @@ class OpenAIServer:
         body = {**self._head("chat.completion"), "choices": [choice], "usage": waiting.usage}
         return web.json_response(body, headers={SESSION: session})
 
-    async def _stream(
+    async def _stream_answer(
         self, request: web.Request, waiting: _Request, session: str, *, usage: bool
     ) -> tuple[str, web.StreamResponse]:
         """Send the answer as it arrives. Returns the whole text that was sent, and the response."""
@@ -195,7 +195,7 @@ class OpenAIServer:
             waiting.streamed += part
         answer = "\n\n".join(waiting.texts)
         if waiting.outcome in _FAILED:
-            failed = {"error": _about(answer, "server_error", waiting.outcome)}
+            failed = {"error": _error_object(answer, "server_error", waiting.outcome)}
             await reply.write(b"data: " + json.dumps(failed).encode() + b"\n\ndata: [DONE]\n\n")
             return answer, reply
         streamed = waiting.streamed.rstrip()
@@ -272,7 +272,7 @@ def _header(request: web.Request, name: str) -> str:
     return value
 
 
-def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
+def _read_messages(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
     """Return the role and text of each message before the last, then the text and the images of the last message.
     Raises `ConfigError`."""
     messages = body.get("messages") if isinstance(body, dict) else None
@@ -281,11 +281,11 @@ def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
     if messages[-1].get("role") != "user":
         raise ConfigError("the last message must have the role user")
     files: list[Attachment] = []
-    earlier = [(str(each.get("role")), _text(each.get("content"), [])) for each in messages[:-1]]
-    return earlier, _text(messages[-1].get("content"), files), files
+    earlier = [(str(each.get("role")), _content_text(each.get("content"), [])) for each in messages[:-1]]
+    return earlier, _content_text(messages[-1].get("content"), files), files
 
 
-def _text(content: JSON, files: list[Attachment]) -> str:
+def _content_text(content: JSON, files: list[Attachment]) -> str:
     """Return the text of a message's content; its images are added to `files`."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -298,13 +298,13 @@ def _text(content: JSON, files: list[Attachment]) -> str:
         if part.get("type") == "text":
             texts.append(str(part.get("text", "")))
         elif part.get("type") == "image_url" and isinstance(part.get("image_url"), dict):
-            files.append(_image(str(part["image_url"].get("url", "")), len(files) + 1))
+            files.append(_image_attachment(str(part["image_url"].get("url", "")), len(files) + 1))
         else:
             raise ConfigError(f"parts of type {part.get('type')!r} are not supported; use text and image_url")
     return "\n".join(texts)
 
 
-def _image(url: str, number: int) -> Attachment:
+def _image_attachment(url: str, number: int) -> Attachment:
     head, comma, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise ConfigError("image_url must be a data URL of an image; addresses are not fetched")
@@ -351,15 +351,15 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return _error_response(error.status, error.text or error.reason, "invalid_request_error")
 
 
-def _refused(status: int, reason: str) -> web.Response:
+def _access_error(status: int, reason: str) -> web.Response:
     if status == 401:
         return _error_response(status, reason, "authentication_error", "invalid_api_key")
     return _error_response(status, reason, "permission_error")
 
 
 def _error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response({"error": _about(message, kind, code)}, status=status)
+    return web.json_response({"error": _error_object(message, kind, code)}, status=status)
 
 
-def _about(message: str, kind: str, code: str | None) -> dict[str, JSON]:
+def _error_object(message: str, kind: str, code: str | None) -> dict[str, JSON]:
     return {"message": message, "type": kind, "param": None, "code": code}

@@ -128,9 +128,9 @@ class Telegram:
                     await asyncio.sleep(_ALBUM_S)  # the same updates come again, because the offset is not past them
                     updates = await self._updates(bot, offset, 0)
                 for last, together in _albums(updates):
-                    parts = [part for each in together if (part := await self._read(bot, each)) is not None]
+                    parts = [part for each in together if (part := await self._read_message(bot, each)) is not None]
                     if parts:
-                        await deliver(_joined(parts))
+                        await deliver(_album_message(parts))
                     offset = last + 1
                 wait_s = 1.0
             except PlatformError as error:
@@ -163,7 +163,7 @@ class Telegram:
         except ValueError:
             return Update(update_id=sent["update_id"])
 
-    async def _read(self, bot: Bot, message: Message) -> Incoming | None:
+    async def _read_message(self, bot: Bot, message: Message) -> Incoming | None:
         """Do what `_incoming` does. A message that cannot be read is left out, so that it does not block the others."""
         try:
             return await self._incoming(bot, message)
@@ -175,11 +175,11 @@ class Telegram:
 
     async def _incoming(self, bot: Bot, message: Message) -> Incoming | None:
         """Return the message; None if no person wrote it, or if it is a command for another bot."""
-        if message.from_user is None or message.from_user.is_bot or self._is_for_another(_text(message)):
+        if message.from_user is None or message.from_user.is_bot or self._is_for_another(_text_with_links(message)):
             return None
         thread = str(message.message_thread_id) if message.is_topic_message else ""
         address = ChatAddress(self.name, str(message.chat.id), _CHATS[message.chat.type], thread)
-        text = _text(message)
+        text = _text_with_links(message)
         files, problem = [], ""
         sent: Any = message.document or message.audio or message.voice or message.video or message.video_note
         if message.photo:
@@ -207,7 +207,7 @@ class Telegram:
         elif not text:  # such as a message that somebody joined the group
             return None
         answered = message.quote or message.reply_to_message or message.external_reply
-        text = with_quote(text, _text(answered))
+        text = with_quote(text, _text_with_links(answered))
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
 
@@ -222,9 +222,9 @@ class Telegram:
         def send(chat: str | int) -> Awaitable[Message]:
             return bot.send_message(chat, text, message_thread_id=thread, request_timeout=60)
 
-        return await self._send(address, send)
+        return await self._send_to_chat(address, send)
 
-    async def _send(self, address: ChatAddress, send: Callable[[str | int], Awaitable[Message]]) -> str:
+    async def _send_to_chat(self, address: ChatAddress, send: Callable[[str | int], Awaitable[Message]]) -> str:
         """Call `send` with the chat; if the group has become a supergroup, with its new id."""
         async with self._failures():
             try:
@@ -248,7 +248,7 @@ class Telegram:
                 return await bot.send_photo(chat, content, message_thread_id=thread)
             return await bot.send_document(chat, content, message_thread_id=thread)
 
-        return await self._send(address, send)
+        return await self._send_to_chat(address, send)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")
@@ -297,7 +297,7 @@ def _albums(updates: Iterable[Update]) -> Iterator[tuple[int, list[Message]]]:
             yield together[-1].update_id, [each.message for each in together if each.message is not None]
 
 
-def _joined(parts: Sequence[Incoming]) -> Incoming:
+def _album_message(parts: Sequence[Incoming]) -> Incoming:
     """Return one message for the messages of an album."""
     return replace(
         parts[0],
@@ -307,7 +307,7 @@ def _joined(parts: Sequence[Incoming]) -> Incoming:
     )
 
 
-def _text(content: object) -> str:
+def _text_with_links(content: object) -> str:
     """Return the text or caption of a message or quote, with the address behind each of its links."""
     text: str = getattr(content, "text", None) or getattr(content, "caption", None) or ""
     entities = getattr(content, "entities", None) or getattr(content, "caption_entities", None) or ()

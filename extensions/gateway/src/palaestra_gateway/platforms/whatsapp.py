@@ -132,10 +132,10 @@ class WhatsApp:
                 if change.get("field") == "messages" and str(value["metadata"]["phone_number_id"]) == self._number:
                     names = dict(map(_id_and_name, value.get("contacts") or ()))
                     for message in value.get("messages") or ():
-                        await self._take(self._deliver, message, names)
+                        await self._take_message(self._deliver, message, names)
         return web.Response()
 
-    async def _take(self, deliver: Deliver, sent: dict[str, Any], names: Mapping[str, str]) -> None:
+    async def _take_message(self, deliver: Deliver, sent: dict[str, Any], names: Mapping[str, str]) -> None:
         # A person with a user name may hide the number; then there is an id of the person for this business.
         kind, user = str(sent.get("type")), str(sent.get("from") or sent["from_user_id"])
         group = str(sent.get("group_id") or "")
@@ -173,7 +173,7 @@ class WhatsApp:
     # Outgoing messages
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        return await self._send(address, "text", {"body": text, "preview_url": False})
+        return await self._post_message(address, "text", {"body": text, "preview_url": False})
 
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
@@ -184,10 +184,10 @@ class WhatsApp:
         form.add_field("file", file.data, filename=file.name, content_type=file.media_type)
         number = (await self._api.json("POST", f"/{self._number}/media", data=form))["id"]
         if file.media_type in ("image/png", "image/jpeg") and len(file.data) <= _MOST_IMAGE_BYTES:
-            return await self._send(address, "image", {"id": number})
-        return await self._send(address, "document", {"id": number, "filename": file.name})
+            return await self._post_message(address, "image", {"id": number})
+        return await self._post_message(address, "document", {"id": number, "filename": file.name})
 
-    async def _send(self, address: ChatAddress, kind: str, content: dict[str, JSON]) -> str:
+    async def _post_message(self, address: ChatAddress, kind: str, content: dict[str, JSON]) -> str:
         to = "group" if address.chat_type == "group" else "individual"
         field = "recipient" if to == "individual" and _BUSINESS_SCOPED.match(address.chat_id) else "to"
         body = {

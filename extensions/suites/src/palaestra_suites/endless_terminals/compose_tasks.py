@@ -125,11 +125,11 @@ def _generate_task(selection: TaskSelection, families: Sequence[Family], number:
     around, place = divmod(number, len(families))
     chain.add(Stream(selection.seed, "round", around).shuffled(families)[place])
     while len(chain.parts) < level:
-        chain.add(_next(stream, families, chain))
+        chain.add(_next_family(stream, families, chain))
     return chain.task(f"terminal-{selection.seed}-{number:06}", level)
 
 
-def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
+def _next_family(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
     """Return the family of the next part. It is a family that the task does not have yet, and usually one that can read
     the last part's output."""
     left = [family for family in families if family.name not in chain.names]

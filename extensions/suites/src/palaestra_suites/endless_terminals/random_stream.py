@@ -23,7 +23,7 @@ class Stream:
 
     def __init__(self, *name: str | int) -> None:
         self._name = name
-        self._words = _words("\x1f".join(map(str, name)).encode())
+        self._words = _random_words("\x1f".join(map(str, name)).encode())
 
     def child(self, *name: str | int) -> Stream:
         """Return a separate stream for one purpose. Draws from the new stream do not change this stream."""
@@ -61,7 +61,7 @@ class Stream:
         return self.below(100) < percent
 
 
-def _words(key: bytes) -> Iterator[int]:
+def _random_words(key: bytes) -> Iterator[int]:
     counter = 0
     while True:
         block = hashlib.sha256(key + counter.to_bytes(8, "big")).digest()

@@ -75,10 +75,10 @@ def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
     paths = list(dict.fromkeys(path for check in task.final for path in check.made()))
     sources = {"empty files": "/dev/null", **{f"copies of {source}": source for source in list(task.files)[:1]}}
     targets = {name: [path for path in paths if path != source] for name, source in sources.items()}
-    return [(name, _put(source, targets[name])) for name, source in sources.items() if targets[name]]
+    return [(name, _copy_script(source, targets[name])) for name, source in sources.items() if targets[name]]
 
 
-def _put(source: str, paths: Sequence[str]) -> str:
+def _copy_script(source: str, paths: Sequence[str]) -> str:
     """Return a shell script that copies `source` to these paths with few processes and ignores errors."""
     folders = sorted({posixpath.dirname(path) for path in paths})
     targets = shlex.join(f"./{path}" for path in paths)

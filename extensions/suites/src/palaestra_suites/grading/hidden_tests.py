@@ -78,7 +78,7 @@ async def run_tests(
         return await run_suite(slot, _PYTHON, cwd, text, timeout_s=timeout_s, python_path=python_path)
 
     for place, text in texts.items():
-        found = await _verdicts(sandbox, text, _names(place, text), run, cwd, reference)
+        found = await _verdicts(sandbox, text, _test_names(place, text), run, cwd, reference)
         prefix = f"{place}::" if place else ""
         passed += [prefix + name for name in found.passed]
         failed |= {prefix + name: reason for name, reason in found.failed.items()}
@@ -94,14 +94,14 @@ async def _verdicts(
     cwd: str,
     reference: Mapping[str, str] | None,
 ) -> TestVerdicts:
-    async def over(files: Mapping[str, str], texts: Mapping[str, str]) -> TestRun:
+    async def run_in_fork(files: Mapping[str, str], texts: Mapping[str, str]) -> TestRun:
         async with sandbox.fork() as fork:
             for path, content in files.items():
                 await fork.write_text(path if path.startswith("/") else f"{cwd}/{path}", content)
             return await run_text(fork, texts[""])
 
     forks = sandbox.rung in (Rung.FULL, Rung.USERNS)
-    run = await (over({}, {"": text}) if forks else run_text(sandbox, text))
+    run = await (run_in_fork({}, {"": text}) if forks else run_text(sandbox, text))
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
     passed = tuple(name for name in names if name not in failed)
@@ -110,12 +110,12 @@ async def _verdicts(
         work = await python_texts(sandbox, await python_files(sandbox, cwd))
         labels += await copied_answers({"": text}, passed, work, (reference or {}).values())
     if forks and passed:
-        solved = None if reference is None else partial(over, reference)
-        labels += (await control({"": text}, passed, partial(over, {}), solved, wildcards=False)).labels
+        solved = None if reference is None else partial(run_in_fork, reference)
+        labels += (await control({"": text}, passed, partial(run_in_fork, {}), solved, wildcards=False)).labels
     return TestVerdicts(passed, failed, tuple(labels))
 
 
-def _names(place: str, text: str) -> list[str]:
+def _test_names(place: str, text: str) -> list[str]:
     """Return the names of the tests in a text. Raises ValueError."""
     what = f"the tests {place}" if place else "the tests"
     try:

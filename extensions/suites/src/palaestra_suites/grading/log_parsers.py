@@ -74,7 +74,7 @@ def _without_time(name: str, pattern: re.Pattern[str] = _TIME) -> str:
     return name[: match.start()].rstrip() if match else name
 
 
-def _joined(separator: str, suites: Iterable[str], name: str) -> str:
+def _test_name(separator: str, suites: Iterable[str], name: str) -> str:
     """Return the name of a test after those of its suites."""
     return separator.join([*(suite[:_LONGEST_NAME] for suite in suites), name])[:_LONGEST_NAME]
 
@@ -221,7 +221,7 @@ def _mocha(log: str) -> Statuses:
         while suites and suites[-1][0] >= indent:
             suites.pop()
         if (match := _TREE_MARK.match(text)) is not None:
-            name = _joined(" - ", (suite for _, suite in suites), _without_time(match["name"]))
+            name = _test_name(" - ", (suite for _, suite in suites), _without_time(match["name"]))
             found[name] = _MARKS.get(match["mark"], _FAILED)
         elif len(suites) < _MOST_LEVELS:
             suites.append((indent, text))
@@ -263,7 +263,7 @@ def _rspec(log: str) -> Statuses:
             name, pending, _ = line.strip().partition(" (PENDING: ")
             failed = re.fullmatch(r"(.*) \((?:FAILED|ERROR) - \d+\)", name)
             status = _SKIPPED if pending else _FAILED if failed else _PASSED
-            found[_joined(" ", groups[:depth], failed[1] if failed else name)] = status
+            found[_test_name(" ", groups[:depth], failed[1] if failed else name)] = status
     return found
 
 
@@ -291,7 +291,7 @@ def _karma(log: str) -> Statuses:
                 suites.append(name)
             depth = len(indent)
         if mark:
-            found[_joined(" > ", suites, name)] = _PASSED if mark == "✔" else _FAILED
+            found[_test_name(" > ", suites, name)] = _PASSED if mark == "✔" else _FAILED
     return found
 
 
@@ -301,7 +301,9 @@ def _doctest(log: str) -> Statuses:
     for case in _elements(log, "<doctest", "</doctest>", "TestCase"):
         for sub in case.iter("SubCase"):
             right = all(expression.get("success") == "true" for expression in sub.iter("Expression"))
-            found[_joined(" > ", [case.get("name", "None")], sub.get("name", "None"))] = _PASSED if right else _FAILED
+            found[_test_name(" > ", [case.get("name", "None")], sub.get("name", "None"))] = (
+                _PASSED if right else _FAILED
+            )
     return found
 
 

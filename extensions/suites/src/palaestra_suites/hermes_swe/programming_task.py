@@ -60,14 +60,14 @@ def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> Programmin
     """Return the task of a row. Raises a `TaskError` that names the row."""
     name = next((str(row[column]) for column in _IDS if row.get(column) not in (None, "")), f"row-{number}")
     try:
-        return _parse(RowFields(row), name, prompt_field)
+        return _parsed_task(RowFields(row), name, prompt_field)
     except TaskError as error:
         raise TaskError(f"row {number} ({name}): {error}") from None
     except (RecursionError, MemoryError):  # Python's parser and compiler may raise either
         raise TaskError(f"row {number} ({name}): its Python or JSON is nested too deeply to be read") from None
 
 
-def _parse(row: RowFields, name: str, prompt_field: str) -> ProgrammingTask:
+def _parsed_task(row: RowFields, name: str, prompt_field: str) -> ProgrammingTask:
     prompt, code = row.required(prompt_field), row.required(*_TESTS)
     files = _files(row, "files")
     entry_point = row.optional("entry_point")

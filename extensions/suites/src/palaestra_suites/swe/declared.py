@@ -46,7 +46,7 @@ def declared(texts: Mapping[str, str], paths: Collection[str]) -> list[Declared]
     """Return what a repository declares for its tests. `texts` has the texts of those of `FILES` that exist, and
     `paths` are all files of the repository."""
     project = _toml(texts.get(_PYPROJECT, ""))
-    found = [*_groups(project), *_extras(project, texts), *_tools(project)]
+    found = [*_groups(project), *_extras(project, texts), *_tool_groups(project)]
     found += [Declared(path, (f"-r{path}",)) for path in _TEST_FILES if path in paths]
     found += _tox(texts.get(_TOX, ""))
     found += [Declared(_PLAIN, (f"-r{_PLAIN}",))] if _PLAIN in paths else []
@@ -109,7 +109,7 @@ def _extras(project: Mapping[str, JSON], texts: Mapping[str, str]) -> Iterator[D
         yield Declared(f"extra {name}", (f".[{name}]",))
 
 
-def _tools(project: Mapping[str, JSON]) -> Iterator[Declared]:
+def _tool_groups(project: Mapping[str, JSON]) -> Iterator[Declared]:
     poetry = _table(project, "tool", "poetry", "group")
     for name in _ordered(poetry):
         packages = _table(poetry, name, "dependencies")

@@ -31,7 +31,7 @@ def install_of(row: RowFields) -> Install:
     given = row.values.get("install")
     if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
         return Install.parse(row.decoded("install"))
-    found = pip_requirements("\n".join(_lines(given)))
+    found = pip_requirements("\n".join(_text_lines(given)))
     recipe = row.decoded("install_config")
     if recipe is not None:
         if not isinstance(recipe, Mapping):
@@ -39,7 +39,7 @@ def install_of(row: RowFields) -> Install:
         found += _of_recipe(recipe)
     found += pip_requirements(row.optional("eval_script"))
     if recipe is None:  # with a recipe, the column has the versions resolved for a different Python
-        found += [name for line in _lines(row.values.get("requirements")) if (name := _requirement(line))]
+        found += [name for line in _text_lines(row.values.get("requirements")) if (name := _requirement(line))]
     return Install(requirements=tuple(dict.fromkeys(found)), editable=True)
 
 
@@ -47,7 +47,7 @@ def pip_requirements(script: str) -> list[str]:
     """Return the packages that a script's `pip install` commands name: requirements, `.[extra]` and `-r FILE`."""
     found: list[str] = []
     for match in _PIP.finditer(script):
-        words = iter(_words(match[1]))
+        words = iter(_shell_words(match[1]))
         for word in words:
             if word in ("-r", "--requirement"):
                 word = f"-r{next(words, '')}"
@@ -57,12 +57,12 @@ def pip_requirements(script: str) -> list[str]:
 
 
 def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
-    found = [name for line in _lines(recipe.get("pip_packages")) if (name := _requirement(line))]
+    found = [name for line in _text_lines(recipe.get("pip_packages")) if (name := _requirement(line))]
     found += [
-        f"-r{path}" for path in _lines(recipe.get("reqs_path")) if is_requirement(f"-r{path}", in_repository=True)
+        f"-r{path}" for path in _text_lines(recipe.get("reqs_path")) if is_requirement(f"-r{path}", in_repository=True)
     ]
     for part in ("install", "pre_install"):
-        found += pip_requirements("\n".join(_lines(recipe.get(part))))
+        found += pip_requirements("\n".join(_text_lines(recipe.get(part))))
     return found
 
 
@@ -72,13 +72,13 @@ def _requirement(line: str) -> str:
     return text if is_requirement(text, in_repository=True) else ""
 
 
-def _lines(value: JSON) -> list[str]:
+def _text_lines(value: JSON) -> list[str]:
     if isinstance(value, str):
         return value.splitlines()
     return [str(line) for line in value] if isinstance(value, Iterable) else []
 
 
-def _words(text: str) -> list[str]:
+def _shell_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError:

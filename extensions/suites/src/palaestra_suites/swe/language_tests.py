@@ -102,7 +102,7 @@ def _with_other_values(text: str) -> str:
     changed: dict[int, str] = {}
     for at, word in enumerate(words):
         if word.lastgroup == "word" and _EQUALITY.fullmatch(word[0]):
-            for part in _arguments(words, at + 1):
+            for part in _call_arguments(words, at + 1):
                 values = [each for each in part if each.lastgroup in ("number", "text")]
                 rest = [each[0] for each in part if each not in values]
                 if values and all(each in "-[]{}(),&" or each[0].isupper() or each.endswith("!") for each in rest):
@@ -118,7 +118,7 @@ def _with_other_values(text: str) -> str:
     return _WORDS.sub(lambda each: changed.get(each.start(), each[0]), text)
 
 
-def _arguments(words: Sequence[re.Match[str]], start: int) -> Iterator[list[re.Match[str]]]:
+def _call_arguments(words: Sequence[re.Match[str]], start: int) -> Iterator[list[re.Match[str]]]:
     """Yield the words of each argument of the call whose name precedes `start`. Without a parenthesis, as in Ruby, the
     arguments end with the line."""
     depth, part = 0, list[re.Match[str]]()

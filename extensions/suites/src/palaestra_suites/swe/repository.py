@@ -182,7 +182,7 @@ class RepositoryCache:
                 about, _, name = line.partition(b"\t")
                 mode, _, blob = about.decode().split()
                 entries[os.fsdecode(name)] = mode, blob
-        return {name: file for name, file in (await self._read(path, entries)).items() if file is not None}
+        return {name: file for name, file in (await self._read_blobs(path, entries)).items() if file is not None}
 
     async def apply(self, row: SweRow, tree: str, patch: str, *, backwards: bool = False) -> str:
         """Return the hash of the tree that a patch makes of another tree or, `backwards`, that it was made of. Hunks
@@ -215,13 +215,13 @@ class RepositoryCache:
         for about, place in zip(parts[:-1:2], parts[1::2], strict=True):
             _, mode, _, blob, _ = about.decode().split()
             entries[os.fsdecode(place)] = mode, blob
-        found = await self._read(path, entries)
+        found = await self._read_blobs(path, entries)
         for name, file in found.items():
             if file is not None and file.is_link and _leads_out(name, file.text):
                 raise DiffError(f"the link {name} leads out of the repository, to {file.text}")
         return found
 
-    async def _read(self, path: Path, entries: Mapping[str, tuple[str, str]]) -> dict[str, TreeFile | None]:
+    async def _read_blobs(self, path: Path, entries: Mapping[str, tuple[str, str]]) -> dict[str, TreeFile | None]:
         """Return the files with these modes and object names. Submodules are left out."""
         kept = {name: entry for name, entry in entries.items() if entry[0] != _SUBMODULE}
         blobs = list(dict.fromkeys(blob for mode, blob in kept.values() if mode != _NONE))

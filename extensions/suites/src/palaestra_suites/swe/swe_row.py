@@ -276,7 +276,7 @@ def _parse(row: RowFields) -> SweRow:
     on_branch = kind is RowKind.SMITH and not row.optional("base_commit")
     commit = instance_id if on_branch else row.required("base_commit")
     language = _language(row)
-    names = _names(row) if language == PYTHON else TestNames.LOG
+    names = _test_name_form(row) if language == PYTHON else TestNames.LOG
     fail_to_pass = _node_ids(row, "FAIL_TO_PASS", names, required=True)
     pass_to_pass = _node_ids(row, "PASS_TO_PASS", names, required=False)
     return SweRow(
@@ -326,7 +326,7 @@ def _image_name(row: RowFields) -> str:
     return next((found for name in columns if (found := row.optional(name))), "")
 
 
-def _names(row: RowFields) -> TestNames:
+def _test_name_form(row: RowFields) -> TestNames:
     """Return the form in which the row names its tests. The row's log parser decides, or else the form of the names.
     Raises `TaskError` for an unknown log parser."""
     parser = parser_name(row)

@@ -270,7 +270,7 @@ class SweEnvironment(ListedEnvironment):
     async def load(self) -> Iterable[JSON | TaskError]:
         if self.source == BUILT_IN:
             return await self._built()
-        found = [self._runnable(row) for row in self._read(self.source)]
+        found = [self._runnable(row) for row in self._read_rows(self.source)]
         rows = self._chosen([row for row in found if isinstance(row, SweRow)])
         return [*rows, *(error for error in found if isinstance(error, TaskError))]
 
@@ -279,10 +279,10 @@ class SweEnvironment(ListedEnvironment):
         config = self.config
         ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
         built = await builtin_tasks(local_path(config.cache_dir), ids, config)
-        rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
+        rows = [row for row in self._read_rows(str(built)) if isinstance(row, SweRow)]
         return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
 
-    def _read(self, source: str) -> Iterable[SweRow | TaskError]:
+    def _read_rows(self, source: str) -> Iterable[SweRow | TaskError]:
         config = self.config
         root = None if config.repo_root is None else local_path(config.repo_root)
         rows = load_rows(source, split=config.dataset_split, fields=config.dataset_fields, repo_root=root)

@@ -291,9 +291,9 @@ async def old_places(
     builds = [text or b"" for path in build_files for text in [await content_of(slot, path, _SOURCE_BYTES)]]
     texts = {path: await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES) for path in {*gone, *changed}}
     made = {path: TreeFile(REGULAR, text) for path in gone if (text := texts[path]) is not None}
-    lost = {path: _words(file.data) for path, file in gone.items() if path not in made and file is not None}
+    lost = {path: _word_counts(file.data) for path, file in gone.items() if path not in made and file is not None}
     read = {path: text for path in changed if path not in gone and (text := texts[path]) is not None}
-    new = {path: _words(text) for path, text in read.items() if b"\0" not in text}  # a program may be left behind
+    new = {path: _word_counts(text) for path, text in read.items() if b"\0" not in text}  # a program may be left behind
     pairs = [
         (
             any(os.fsencode(os.path.splitext(path)[0]) in text for text in builds),
@@ -408,7 +408,7 @@ def _common_end(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _words(text: bytes) -> Counter[bytes]:
+def _word_counts(text: bytes) -> Counter[bytes]:
     return Counter(re.findall(rb"\w+", text))
 
 

@@ -136,7 +136,7 @@ async def checkers_in(
         before = [await _test_failures(slot, setup, case.path, case.data) for case in cases]
     checkers = []
     for path in found:
-        said = await _said(cases, setup, work([each for each in found if each != path]))
+        said = await _printed_texts(cases, setup, work([each for each in found if each != path]))
         if not _computes(cases, said, before):
             checkers.append(path)
     return checkers
@@ -175,7 +175,7 @@ async def _cases(
     code = {splitext(path)[1] for path in programs} - {""}
     async with solved() as slot:
         data = [path for path in await _files_in(slot, places) if path not in changed and splitext(path)[1] not in code]
-        opened = await _opened(slot, setup, data)
+        opened = await _opened_files(slot, setup, data)
         texts = {path: await content_of(slot, path, _MOST_BYTES) for path in data if path in opened}
         made = [(path, other) for path, text in [*texts.items()][:_MOST_READ] for other in _others(text or b"")]
         return [_Case(path, other, await _test_failures(slot, setup, path, other)) for path, other in made]
@@ -206,16 +206,18 @@ def _other_end(match: re.Match[bytes]) -> bytes:
     return before + bytes([last[0] - 1 if lower else last[0] + 1])
 
 
-async def _said(cases: Sequence[_Case], setup: VerifierSetup, work: GradedViews) -> list[Mapping[str, str] | None]:
+async def _printed_texts(
+    cases: Sequence[_Case], setup: VerifierSetup, work: GradedViews
+) -> list[Mapping[str, str] | None]:
     """Return what failed tests print over the work in each case, or None if the work does not read the data."""
     async with work() as slot:
-        opened = await _opened(slot, setup, list({case.path for case in cases}))
+        opened = await _opened_files(slot, setup, list({case.path for case in cases}))
         return [
             await _test_failures(slot, setup, case.path, case.data) if case.path in opened else None for case in cases
         ]
 
 
-async def _opened(slot: Slot, setup: VerifierSetup, paths: Sequence[str]) -> set[str]:
+async def _opened_files(slot: Slot, setup: VerifierSetup, paths: Sequence[str]) -> set[str]:
     """Return which files are opened while the verifier runs."""
     async with slot.fork() as fork:
         opened = (await _run_verifier(fork, replace(setup, inputs=paths))).opened

@@ -251,8 +251,8 @@ class _Reader:
             env=self._env(fields, where),
             entrypoint=words(fields.get("entrypoint"), f"{where}.entrypoint"),
             command=words(fields.get("command"), f"{where}.command"),
-            workdir=_text(fields.get("working_dir"), f"{where}.working_dir"),
-            user=_text(fields.get("user"), f"{where}.user"),
+            workdir=_text_field(fields.get("working_dir"), f"{where}.working_dir"),
+            user=_text_field(fields.get("user"), f"{where}.user"),
             after=_after(fields.get("depends_on"), f"{where}.depends_on"),
             health=_health_check(fields.get("healthcheck"), f"{where}.healthcheck"),
             restart=restart,
@@ -261,7 +261,7 @@ class _Reader:
             copies=tuple(copies),
             folders=tuple(folders),
             hosts=tuple(_hosts(fields.get("extra_hosts"), f"{where}.extra_hosts")),
-            limits=_limits(fields, where, self._limits if name == MAIN else Limits()),
+            limits=_service_limits(fields, where, self._limits if name == MAIN else Limits()),
             online=not networks <= self._internal,
         )
 
@@ -286,7 +286,7 @@ class _Reader:
                 raise Unsupported(f"{', '.join(sorted(users))} share the volume {source}, but slots share no files")
 
     def _recipe(self, name: str, fields: Mapping[str, JSON], where: str) -> ImageRecipe:
-        build, image = fields.get("build"), _text(fields.get("image"), f"{where}.image")
+        build, image = fields.get("build"), _text_field(fields.get("image"), f"{where}.image")
         if build is None:
             if image in (None, OWN_IMAGE) and (name == MAIN or image):
                 if self._own is None:
@@ -313,7 +313,7 @@ class _Reader:
         if any("$" in value for value in arguments.values()):
             raise Unsupported(f"{COMPOSE_NAME}: {where}.build.args has a value with `$`, which slots do not support")
         timeout_s = 600.0 if self._own is None else self._own.build_timeout_s
-        target = _text(known.get("target"), f"{where}.build.target") or ""
+        target = _text_field(known.get("target"), f"{where}.build.target") or ""
         if target and not _NAME.fullmatch(target):
             raise TaskError(f"{COMPOSE_NAME}: {where}.build.target is {target!r:.100}, not the name of a stage")
         if context == self._folder.resolve():
@@ -378,7 +378,7 @@ class _Reader:
         return chosen, names
 
     def _own_names(self, fields: Mapping[str, JSON], where: str) -> list[str]:
-        found = [_text(fields.get(key), f"{where}.{key}") for key in ("container_name", "hostname")]
+        found = [_text_field(fields.get(key), f"{where}.{key}") for key in ("container_name", "hostname")]
         names = [each for each in found if each]
         _check_names(names, where)
         return names
@@ -428,7 +428,7 @@ def _checked_list(value: JSON, where: str) -> list[JSON]:
     return value or []
 
 
-def _text(value: JSON, where: str) -> str | None:
+def _text_field(value: JSON, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -541,7 +541,7 @@ def _hosts(value: JSON, where: str) -> Iterator[tuple[str, str]]:
         yield name, plain
 
 
-def _limits(fields: Mapping[str, JSON], where: str, default: Limits) -> Limits:
+def _service_limits(fields: Mapping[str, JSON], where: str, default: Limits) -> Limits:
     deploy = _mapping(fields.get("deploy"), f"{where}.deploy")
     resources = _mapping(deploy.get("resources"), f"{where}.deploy.resources")
     if (replicas := deploy.get("replicas")) not in (None, 1):

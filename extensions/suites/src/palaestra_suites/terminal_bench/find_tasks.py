@@ -171,13 +171,13 @@ def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as temporary:
         fresh = Path(temporary, name)
         fresh.mkdir()
-        _fill(fresh, row)
+        _write_task_files(fresh, row)
         shutil.rmtree(place, ignore_errors=True)
         fresh.rename(place)
     return place
 
 
-def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
+def _write_task_files(folder: Path, row: Mapping[str, JSON]) -> None:
     whole = row.get("task_binary") or row.get("task_archive")
     if whole:
         _extract(_bytes(whole, "task_binary"), folder, "task_binary")

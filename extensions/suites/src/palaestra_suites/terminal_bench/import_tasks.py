@@ -105,7 +105,7 @@ async def try_tasks(
     tasks = [task async for _, task in numbered(environment.chosen_tasks(), 0, limit)]
     width = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def one(task: Task, runs: PolicyRuns) -> TriedTask:
+    async def try_task(task: Task, runs: PolicyRuns) -> TriedTask:
         async with width:
             line = await _try_task(task, runs)
             if line.finding is Finding.GOOD:
@@ -114,7 +114,7 @@ async def try_tasks(
         return line
 
     async with policy_runs(environment, pool) as runs, asyncio.TaskGroup() as group:
-        tries = [group.create_task(one(task, runs)) for task in tasks]
+        tries = [group.create_task(try_task(task, runs)) for task in tasks]
     refused = [TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in left_out]
     for line in refused:
         progress(line)
@@ -123,7 +123,7 @@ async def try_tasks(
 
 async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
     line = TriedTask(task.id, Finding.GOOD, category=task.data.metadata.category)
-    noop = await _play(NoopPolicy(), task, runs)
+    noop = await _play_policy(NoopPolicy(), task, runs)
     if not noop.ran:
         return replace(line, finding=Finding.REFUSED, reason=noop.error)
     line = replace(line, noop=noop.reward)
@@ -131,14 +131,14 @@ async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
         if noop.reward is None:
             return replace(line, finding=Finding.VERIFIER_FAILS, reason=noop.error)
         return replace(line, finding=Finding.NOOP_PASSES if noop.reward >= FULL else Finding.UNPROVEN)
-    solved = await _play(OraclePolicy(), task, runs)
+    solved = await _play_policy(OraclePolicy(), task, runs)
     line = replace(line, solution=solved.reward)
     if solved.reward is not None and solved.reward >= FULL:
         if noop.reward is None:
             return replace(line, finding=Finding.VERIFIER_FAILS, reason=noop.error)
         return replace(line, finding=Finding.NOOP_PASSES if noop.reward >= FULL else Finding.GOOD)
     if solved.reward is not None and not task.data.live:
-        live = await _play(OraclePolicy(), replace(task, data=replace(task.data, live=True)), runs)
+        live = await _play_policy(OraclePolicy(), replace(task, data=replace(task.data, live=True)), runs)
         if live.reward is not None and live.reward >= FULL:
             reason = "it passes in the agent's own slot: add it to live_tasks, or set its metadata.grading, or the "
             reason += "column grading of its row, to 'live'"
@@ -155,7 +155,7 @@ async def _try_cheat(line: TriedTask, task: Task, environment: TerminalBenchEnvi
         return replace(line, finding=Finding.REFUSED, reason=f"cheat/solve.sh: {error}")
     if steps is None:
         return line
-    played = await _play(OraclePolicy(1), replace(task, solutions=(steps,)), runs)
+    played = await _play_policy(OraclePolicy(1), replace(task, solutions=(steps,)), runs)
     line = replace(line, cheat=played.reward)
     if played.reward is None:
         return replace(line, finding=Finding.VERIFIER_FAILS, reason=f"with cheat/solve.sh: {played.error}")
@@ -164,7 +164,7 @@ async def _try_cheat(line: TriedTask, task: Task, environment: TerminalBenchEnvi
     return line
 
 
-async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
+async def _play_policy(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
     group = await runs.play(policy, task)
     if not group.trajectories:
         return _Played(None, _with_cause(group.error or "", group.error or ""), False)

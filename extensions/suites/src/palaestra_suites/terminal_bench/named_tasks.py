@@ -40,7 +40,7 @@ def harbor_form(name: str) -> Form:
     name = name.removeprefix("//")
     if (tasks := tasks_form(local_path(name))) is not None:
         return tasks
-    _split(name)
+    _name_and_version(name)
     reference = f"{PREFIX}{name}"
     return DatasetForm(load_environment(_ENVIRONMENT, Path()), reference, reference)
 
@@ -67,12 +67,12 @@ class _Named:
 async def named_folders(name: str, registry: str | None, cache: Path) -> Folders:
     """Return the tasks of a dataset or package. `registry` is a registry or its folder, by default that of the current
     folder. Raises `ConfigError` if nothing has this name; the error names the places that were searched."""
-    base, version = _split(name)
+    base, version = _name_and_version(name)
     places: list[str] = [f"the folder {name}"]
     file = local_path(registry or ".")
     file = file / REGISTRY if file.is_dir() else file
     if file.is_file():
-        datasets = _read(file)
+        datasets = _read_registry(file)
         if base in datasets:
             if not (tasks := _of_version(base, version, datasets[base])):
                 raise ConfigError(f"the dataset {name} of {file} has no tasks")
@@ -94,7 +94,7 @@ async def named_folders(name: str, registry: str | None, cache: Path) -> Folders
     )
 
 
-def _split(name: str) -> tuple[str, str | None]:
+def _name_and_version(name: str) -> tuple[str, str | None]:
     base, at, version = name.partition("@")
     if not _NAME.fullmatch(base) or (at and not re.fullmatch(r"[\w][\w.:+-]*", version)):
         raise ConfigError(
@@ -104,7 +104,7 @@ def _split(name: str) -> tuple[str, str | None]:
     return base, version if at else None
 
 
-def _read(file: Path) -> dict[str, dict[str, list[_Named]]]:
+def _read_registry(file: Path) -> dict[str, dict[str, list[_Named]]]:
     """Return the tasks of a registry by dataset and version. Raises `ConfigError`."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))

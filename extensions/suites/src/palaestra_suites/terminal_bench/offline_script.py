@@ -250,11 +250,11 @@ def _asked_for(line: str) -> list[str]:
     for part in _commands(flat):
         match = _PIP.fullmatch(part) or _UV_ADD.fullmatch(part)
         if match is not None:
-            found += _names(match[1].split())
+            found += _argument_words(match[1].split())
     return [name for name in found if not _provided(name)]
 
 
-def _names(words: list[str]) -> list[str]:
+def _argument_words(words: list[str]) -> list[str]:
     found, skip = [], False
     for word in words:
         if skip:

@@ -23,9 +23,9 @@ def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[st
     """Return the rewards by name. None stands for a missing file. Raises `GraderError` if both files are missing, or if
     the one that counts is not valid."""
     if json_file is not None:
-        return _from_json(_decoded(json_file, "reward.json"))
+        return _from_json(_reward_text(json_file, "reward.json"))
     if text_file is not None:
-        return {REWARD: _from_text(_decoded(text_file, "reward.txt"))}
+        return {REWARD: _from_text(_reward_text(text_file, "reward.txt"))}
     raise GraderError("the verifier wrote neither reward.json nor reward.txt")
 
 
@@ -89,7 +89,7 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
     return Score(single(rewards), {**numbers(detail), **metrics}, detail, single(official), labels)
 
 
-def _decoded(data: bytes, name: str) -> str:
+def _reward_text(data: bytes, name: str) -> str:
     text = data.decode("utf-8", "replace").strip()
     if not text:
         raise GraderError(f"the verifier's {name} is empty")

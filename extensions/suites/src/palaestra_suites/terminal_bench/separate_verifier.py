@@ -60,7 +60,7 @@ async def run_hooks(
     return problems
 
 
-async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Collected:
+async def copy_artifacts(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Collected:
     """Copy artifacts from a slot to numbered entries of an empty folder."""
     copies: list[tuple[str, Path]] = []
     left_out: list[str] = []

@@ -32,7 +32,7 @@ from palaestra_slots.images.task_files import Unsupported
 from palaestra_slots.images.task_root import TaskRoot
 from palaestra_slots.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra_slots.sandbox.transfer import upload_dir
-from palaestra_suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
+from palaestra_suites.terminal_bench.separate_verifier import Collected, copy_artifacts, joined, run_hooks
 from palaestra_suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
 from palaestra_suites.terminal_bench.terminal_task import Artifact, CollectHook
 
@@ -234,12 +234,12 @@ class ServiceGroup:
                 raise problem
         for name in self.plan.order:
             for other, condition in self.plan.services[name].service.after.items():
-                await self._wait(other, condition)
+                await self._wait_for_condition(other, condition)
             await self._start_service(name)
         waited = {name for each in self.plan.services.values() for name in each.service.after}
         for name, each in self.plan.services.items():
             if each.service.health is not None:
-                await self._wait(name, Condition.HEALTHY)
+                await self._wait_for_condition(name, Condition.HEALTHY)
             elif name in self.processes and name not in waited:
                 await self._check_runs(name)
 
@@ -258,7 +258,7 @@ class ServiceGroup:
         except OSError as error:
             raise PrepareError(f"the service {name} cannot be started: {error}") from error
 
-    async def _wait(self, name: str, condition: Condition) -> None:
+    async def _wait_for_condition(self, name: str, condition: Condition) -> None:
         """Wait until a condition of a service is met. Raises `PrepareError` if it cannot be met any more."""
         if (name, condition) in self._met:
             return
@@ -331,7 +331,9 @@ class ServiceGroup:
             place.mkdir()
             try:
                 problems += await run_hooks([each for each in hooks if each.service == name], self._place_of)
-                own = await collect(self.slots[name], [each for each in artifacts if each.service == name], place)
+                own = await copy_artifacts(
+                    self.slots[name], [each for each in artifacts if each.service == name], place
+                )
             except SlotEnded:  # which the agent may have brought about
                 own = Collected((), [f"the service {name} has ended its own sandbox"])
             found = joined(found, own)
@@ -404,18 +406,18 @@ async def prepared_files(rollout: Rollout, plan: ServicePlan, name: str, spec: S
     async def fill(slot: Slot) -> None:
         await set_up(slot, plan, name)
 
-    return await workspaces.shared(_key(rollout, name), lambda: sealed_after(rollout, spec, built, fill))
+    return await workspaces.shared(_service_key(rollout, name), lambda: sealed_after(rollout, spec, built, fill))
 
 
 async def drop_lost(rollout: Rollout, plan: ServicePlan) -> None:
     """After a sandbox failure, let the next rollout prepare the files of the services again that were lost."""
     for name, each in plan.services.items():
-        for key in (each.root.build_key, _key(rollout, name)):
+        for key in (each.root.build_key, _service_key(rollout, name)):
             if key is not None:
                 await rollout.run_context.workspaces.drop_lost(key)
 
 
-def _key(rollout: Rollout, name: str) -> str:
+def _service_key(rollout: Rollout, name: str) -> str:
     return f"{rollout.task.id}:service:{name}"
 
 

@@ -372,7 +372,7 @@ class _Steps:
         rollout = self._rollout
         for number, part in enumerate(self._parts):
             try:
-                await run_hook(PrepareError, self._begin(part.step), "beginning a step")
+                await run_hook(PrepareError, self._begin_step(part.step), "beginning a step")
             except (PrepareError, SlotEnded) as error:
                 if not number:
                     raise
@@ -401,7 +401,7 @@ class _Steps:
                 label = Label("step_not_begun", f"step {part.step_name} could not begin after the steps before it")
                 self.scores.append(Score(0.0, {}, {"official_rewards": {}}, labels=[label]))
 
-    async def _begin(self, step: TaskStep) -> None:
+    async def _begin_step(self, step: TaskStep) -> None:
         """Copy the files of a step into the agent's slot and run its set-up. Between steps, the folders are emptied
         that Harbor's `MultiStepTrial` empties."""
         slot = await self._rollout.sandbox()
@@ -463,7 +463,7 @@ class _Steps:
             if not ended and (grading.live or part.task.verifier.environment is not None):
                 found = await check()
                 await grading.hand_back()
-                self._checks.append(partial(_known, found))
+                self._checks.append(partial(_given_score, found))
                 self._fell_short = falls_short(part.step, official_rewards(found))
                 return not self._fell_short
             self._checks.append(check)
@@ -489,7 +489,7 @@ class _Steps:
             return not self._fell_short
 
 
-async def _known(score: Score) -> Score:
+async def _given_score(score: Score) -> Score:
     return score
 
 

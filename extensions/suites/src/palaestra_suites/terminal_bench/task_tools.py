@@ -122,7 +122,7 @@ class _Sessions:
         async def call_session() -> CallToolResult:
             return await (await self._live_connection(server, run)).call(tool, arguments)
 
-        limits = _limits(run)
+        limits = _session_config(run)
         try:
             return await reply_to(call_session(), limits)
         except ToolServerError as error:
@@ -143,7 +143,7 @@ class _Sessions:
             if session is not None:
                 await session.aclose()
             opener = _opener(server, await run.slot(), self._processes)
-            self._open[server.name] = await Connection.opened(server.name, _limits(run, server), opener)
+            self._open[server.name] = await Connection.opened(server.name, _session_config(run, server), opener)
             return self._open[server.name]
 
     async def _runs(self, name: str) -> bool:
@@ -155,7 +155,7 @@ class _Sessions:
             return False
 
 
-def _limits(run: ToolRun, server: TaskServer | None = None) -> MCPServerConfig:
+def _session_config(run: ToolRun, server: TaskServer | None = None) -> MCPServerConfig:
     """Return the limits of a session. The server's address only names it in errors: `_opener` opens the way to it."""
     where = (server.url or server.command[0]) if server is not None else "http://task"
     return MCPServerConfig(url=where, timeout=run.timeout_s)
@@ -213,7 +213,7 @@ async def _streams(process: Process) -> AsyncIterator[TransportStreams]:
     async def receive() -> None:
         with contextlib.suppress(SandboxError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             async with received:
-                async for line in _lines(process):
+                async for line in _output_lines(process):
                     await received.send(_parse_message(line))
 
     async def send() -> None:
@@ -238,7 +238,7 @@ async def _streams(process: Process) -> AsyncIterator[TransportStreams]:
             await asyncio.shield(process.forget())
 
 
-async def _lines(process: Process) -> AsyncIterator[bytes]:
+async def _output_lines(process: Process) -> AsyncIterator[bytes]:
     """Yield the lines of a process's output, until it ends or a line is too long."""
     buffer = b""
     async for piece in process.output():

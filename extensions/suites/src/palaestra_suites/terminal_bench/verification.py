@@ -44,7 +44,7 @@ from palaestra_suites.images.pytest_toolchain import (
 )
 from palaestra_suites.task_paths import TaskScope
 from palaestra_suites.terminal_bench.offline_script import GradedPart
-from palaestra_suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
+from palaestra_suites.terminal_bench.separate_verifier import copy_artifacts, joined, put, run_hooks
 from palaestra_suites.terminal_bench.service import MAIN
 from palaestra_suites.terminal_bench.service_group import (
     ServiceGroup,
@@ -298,7 +298,7 @@ class Verification:
                 beside = await group.collect(self._part.step_name, hooks, environment.artifacts)
             slot = await self._grading.slot(View())
             own = [each for each in environment.artifacts if each.service == MAIN]
-            collected = await collect(slot, own, folder.path)
+            collected = await copy_artifacts(slot, own, folder.path)
             collected = collected if beside is None else joined(collected, beside.collected)
             self._grading.note(NOT_EXAMINED, collected.late)
             await self._grading.restart()  # a rollout that holds one slot must not wait for a second

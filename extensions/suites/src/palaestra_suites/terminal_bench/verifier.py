@@ -163,8 +163,8 @@ async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool
         rewards: Mapping[str, float] = {"reward": float(passed)}
     else:
         try:
-            of_json = await _read(slot, "reward.json")
-            rewards, in_json = read_rewards(of_json, await _read(slot, "reward.txt")), of_json is not None
+            of_json = await _read_reward(slot, "reward.json")
+            rewards, in_json = read_rewards(of_json, await _read_reward(slot, "reward.txt")), of_json is not None
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
@@ -207,7 +207,7 @@ async def falsified(
     passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
     files = _files_of(test_files(task), passed)
 
-    async def over(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
+    async def run_with_texts(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
         return await run_with_tests(slots, setup, {files[path][0]: text for path, text in texts.items()})
 
     async def known() -> list[str]:
@@ -221,8 +221,8 @@ async def falsified(
     async with views() as fork:
         work = await python_texts(fork, setup.made)
     copied = await copied_answers(texts, passed, work, known)
-    right = partial(over, reference) if reference else None
-    result = await control(texts, passed, partial(over, views), right, fresh=fresh)
+    right = partial(run_with_texts, reference) if reference else None
+    result = await control(texts, passed, partial(run_with_texts, views), right, fresh=fresh)
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
     return Controlled((*copied, *result.labels), (*result.uncontrolled, *skipped))
 
@@ -328,7 +328,7 @@ async def _run_script(slot: Slot, setup: VerifierSetup, instead: Mapping[str, st
     if alone:
         await slot.execute(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=30)
     records = read_records(result.verdict)
-    output = await _output(slot)
+    output = await _stdout_tail(slot)
     run = read_run(records, result) if script.pytest else None
     if result.metadata.get("timeout"):
         raise TestsTimedOut(f"the verifier of {task.name} timed out{_tail(output)}")
@@ -360,7 +360,7 @@ async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session
     if not alone:
         again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
         await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
-        if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
+        if await _read_reward(slot, "reward.txt") is not None or await _read_reward(slot, "reward.json") is not None:
             evidence = "a process that is not the verifier writes rewards"
             found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     return found
@@ -434,7 +434,7 @@ def _tail(output: str) -> str:
     return f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
 
 
-async def _output(slot: Slot) -> str:
+async def _stdout_tail(slot: Slot) -> str:
     try:
         status = await slot.stat(STDOUT)
         size = status.size if status is not None else 0
@@ -446,7 +446,7 @@ async def _output(slot: Slot) -> str:
     return data.decode("utf-8", "replace")
 
 
-async def _read(slot: Slot, name: str) -> bytes | None:
+async def _read_reward(slot: Slot, name: str) -> bytes | None:
     """Return a reward file, or None if there is none. Raises `GraderError` for anything else than a file."""
     try:
         return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)

@@ -76,7 +76,7 @@ def modules_in_pip() -> frozenset[str]:
 def find_interpreter(wanted: str) -> Interpreter:
     """Return the interpreter with this path or version (`3.12`). Raises `ConfigError` if this machine has none."""
     if not _VERSION.fullmatch(wanted):
-        found = _asked(os.path.expanduser(wanted))
+        found = _queried(os.path.expanduser(wanted))
         if found is None:
             raise ConfigError(
                 f"{wanted!r} is not a Python 3 of this machine with the module ensurepip: give the path of one, or a "
@@ -93,7 +93,7 @@ def find_interpreter(wanted: str) -> Interpreter:
 @functools.cache
 def installed() -> tuple[Interpreter, ...]:
     """Return the interpreters of this machine, newest first: those of PATH, of the system, of pyenv and of uv."""
-    found = {each.label: each for path in dict.fromkeys(_paths()) if (each := _asked(path)) is not None}
+    found = {each.label: each for path in dict.fromkeys(_paths()) if (each := _queried(path)) is not None}
     own = this_interpreter()
     return tuple(sorted({**found, own.label: own}.values(), key=lambda each: each.version, reverse=True))
 
@@ -119,7 +119,7 @@ def for_row(candidates: Sequence[Interpreter], requires: str, date: str) -> Inte
 
 
 @functools.cache
-def _asked(path: str) -> Interpreter | None:
+def _queried(path: str) -> Interpreter | None:
     """Return the interpreter at a path, as it describes itself, or None."""
     try:
         done = subprocess.run([path, "-I", "-S", "-c", _ASK], capture_output=True, timeout=_ASK_S, check=True)

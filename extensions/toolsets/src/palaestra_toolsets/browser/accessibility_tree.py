@@ -163,13 +163,13 @@ def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
         while above and above[-1] >= each.depth:
             above.pop()
         told = each.name or not (each.usable or each.role in _SAYINGS)
-        text = each.text or ("" if told else next(_inside(elements, place), ""))
+        text = each.text or ("" if told else next(_texts_inside(elements, place), ""))
         kept.append(PageElement(len(above), each.role, each.name, each.marks, text, each.own))
         above.append(each.depth)
     return kept
 
 
-def _inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
+def _texts_inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
     """Yield the texts inside an element."""
     for each in elements[place + 1 :]:
         if each.depth <= elements[place].depth:

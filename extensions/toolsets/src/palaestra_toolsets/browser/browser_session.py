@@ -157,11 +157,11 @@ class BrowserSession:
 
     async def navigate(self, url: str, run: ToolRun, settings: ToolsetSettings) -> int | None:
         """Open an address in the current page, or in another if that page hangs. Return the HTTP status, or None."""
-        url, host, port = _address(url)
+        url, host, port = _checked_address(url)
         reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
             raise ToolMistake(f"{url} was not opened: {why}")
-        await self._open(run, settings)
+        await self._open_browser(run, settings)
         if self._tabs[-1] in self._broken or await self._hangs(self._tabs[-1]):
             await self._replace_broken()
         response = await self._open_page(url, host, port, settings)
@@ -275,12 +275,12 @@ class BrowserSession:
         notes = self.events.take_notes()
         return {**reply, "notes": list(notes)} if notes else reply
 
-    async def _open(self, run: ToolRun, settings: ToolsetSettings) -> None:
+    async def _open_browser(self, run: ToolRun, settings: ToolsetSettings) -> None:
         if self._lease is None:
             self._shared = run.shared.get(SharedBrowser)
             self._lease = await self._shared.lease(settings)
             context = self._lease.context
-            context.on("page", self._opened)
+            context.on("page", self._add_tab)
             context.on("console", lambda message: self.events.console(message.type, message.text))
             context.on("weberror", lambda error: self.events.script_error(str(error.error)))
             context.on("dialog", self._asked)
@@ -304,7 +304,7 @@ class BrowserSession:
         """Close a page that hangs or crashed, without waiting. The tab before it or a new page becomes current."""
         assert self._lease is not None
         broken = self._tabs.pop()
-        self._spawn(broken.close())
+        self._run_in_background(broken.close())
         if not self._tabs:
             await self.ask(self._lease.context.new_page())
 
@@ -322,17 +322,17 @@ class BrowserSession:
         self._documents[page] = await self.ask(page.evaluate_handle("document")), self._seen
         return self._seen
 
-    def _opened(self, page: Page) -> None:
+    def _add_tab(self, page: Page) -> None:
         if self._tabs:
             self.events.note(f"a new tab was opened and is now the current page: {page.url}")
         self._tabs.append(page)
         self._tab_came.set()
         page.on("close", self._closed)
         page.on("crash", lambda crashed: self._broken.add(crashed))
-        page.on("download", self._refused)
+        page.on("download", self._note_download)
         if len(self._tabs) > MAX_TABS:
             self.events.note(f"more than {MAX_TABS} tabs: the oldest was closed")
-            self._spawn(self._tabs[0].close())
+            self._run_in_background(self._tabs[0].close())
 
     def _closed(self, page: Page) -> None:
         if page in self._tabs:
@@ -340,7 +340,7 @@ class BrowserSession:
         self._broken.discard(page)
         self._documents.pop(page, None)
 
-    def _refused(self, download: Download) -> None:
+    def _note_download(self, download: Download) -> None:
         self.events.note(
             f"a download was refused: {download.suggested_filename} from {download.url[:300]} "
             "(the terminal can fetch files into the workspace)"
@@ -350,15 +350,15 @@ class BrowserSession:
         """Accept a dialog, because the page waits for it. A prompt gets its default answer."""
         answer = f" with {dialog.default_value!r}" if dialog.type == "prompt" else ""
         self.events.note(f"the page showed a dialog ({dialog.type}): {dialog.message!r}; it was accepted{answer}")
-        self._spawn(dialog.accept(dialog.default_value) if dialog.type == "prompt" else dialog.accept())
+        self._run_in_background(dialog.accept(dialog.default_value) if dialog.type == "prompt" else dialog.accept())
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _run_in_background(self, work: Awaitable[None]) -> None:
         """Run work from an event handler, which cannot await."""
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def _address(url: str) -> tuple[str, str, int]:
+def _checked_address(url: str) -> tuple[str, str, int]:
     """Return the address with its scheme, the host, and the port. Raises `ToolMistake` for an address that must not be
     opened."""
     url = url.strip()

@@ -53,7 +53,7 @@ class BrowserProxy:
         self.user, self.password = _USER, secrets.token_urlsafe(24)
         self._resolver = ThreadPoolExecutor(4, thread_name_prefix="browser-names")
         key = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
-        self._forwarder = Forwarder(reach, self._resolver, most=MAX_CONNECTIONS, key=key, refused=self._note)
+        self._forwarder = Forwarder(reach, self._resolver, most=MAX_CONNECTIONS, key=key, refused=self._note_refusal)
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -78,7 +78,7 @@ class BrowserProxy:
         """Return the reason why the latest failed connection to the host and port failed, or None."""
         return self._refused.get((host, port))
 
-    def _note(self, host: str, port: int, why: str) -> None:
+    def _note_refusal(self, host: str, port: int, why: str) -> None:
         """Keep the reason, because Chromium only reports that a tunnel failed."""
         self._refused[host, port] = why
         self._refused.move_to_end((host, port))

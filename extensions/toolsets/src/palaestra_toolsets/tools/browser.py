@@ -20,7 +20,7 @@ from palaestra_toolsets.browser import chromium
 from palaestra_toolsets.browser.accessibility_tree import PageView
 from palaestra_toolsets.browser.browser_session import BrowserSession
 from palaestra_toolsets.settings import ToolsetSettings
-from palaestra_toolsets.tools.vision import Image, look, vision_problem
+from palaestra_toolsets.tools.vision import Image, analyse_image, vision_problem
 
 MAX_IMAGES = 100
 _SHOWN_URL_CHARS = 500
@@ -77,13 +77,13 @@ async def _navigate(call: _Call) -> dict[str, JSON]:
     status = await call.session.navigate(call.arguments["url"], call.run, call.settings)
     shown = await call.session.snapshot(call.settings, full=False)
     answered = {} if status is None else {"status": status}
-    return {**await _where(call.session), **answered, **_view(shown, 0)}
+    return {**await _where(call.session), **answered, **_snapshot_reply(shown, 0)}
 
 
 async def _snapshot(call: _Call) -> dict[str, JSON]:
     full, skipped = bool(call.arguments.get("full", False)), call.arguments.get("offset", 0)
     shown = await call.session.snapshot(call.settings, full=full, skipped_lines=skipped)
-    return {**await _where(call.session), **_view(shown, skipped)}
+    return {**await _where(call.session), **_snapshot_reply(shown, skipped)}
 
 
 async def _click(call: _Call) -> dict[str, JSON]:
@@ -140,7 +140,7 @@ async def _get_images(call: _Call) -> dict[str, JSON]:
 async def _vision(call: _Call) -> dict[str, JSON]:
     picture = call.session.page.screenshot(type="png")
     image = Image(await call.session.ask(picture, call.settings.browser_action_timeout_s), "image/png")
-    return await look(call.settings, image, call.arguments["question"])
+    return await analyse_image(call.settings, image, call.arguments["question"])
 
 
 async def _console(call: _Call) -> dict[str, JSON]:
@@ -161,7 +161,7 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
     return {"url": page.url[:_SHOWN_URL_CHARS], "title": (await session.ask(page.title()))[:_SHOWN_URL_CHARS]}
 
 
-def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
+def _snapshot_reply(shown: PageView, skipped: int) -> dict[str, JSON]:
     """Return the reply for a snapshot. Its text ends with notes on the omitted lines, so that a model cannot miss
     them."""
     lacks = []

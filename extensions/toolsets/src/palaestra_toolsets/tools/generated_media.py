@@ -89,7 +89,12 @@ def image_tool(settings: ToolsetSettings) -> Tool:
     """Return the `image_generate` tool with these settings."""
     missing = partial(_missing, settings.image_base_url, "no image model is", "image")
     request = FunctionTool(
-        IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
+        IMAGE,
+        partial(_generate_image, settings),
+        toolset="image_gen",
+        missing=missing,
+        touches_world=True,
+        parallel_safe=True,
     )
     return FileMaker(request, "images", "image")
 
@@ -108,7 +113,7 @@ def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
     return missing_model(what, prefix) if base_url is None else None
 
 
-async def _image(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _generate_image(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     server = model_server(
         "the image model",
         "image",

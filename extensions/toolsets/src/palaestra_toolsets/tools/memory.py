@@ -73,7 +73,7 @@ class Notes:
         with self._changing(target) as notes:
             if content not in notes:
                 notes.append(content)
-            return self._write(target, notes)
+            return self._write_notes(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
         """Replace the only note that contains `old_text` with `content`. If another note already equals `content`, only
@@ -82,13 +82,13 @@ class Notes:
             place = _place(notes, old_text)
             others = [*notes[:place], *notes[place + 1 :]]
             notes = others if content in others else [*notes[:place], content, *notes[place + 1 :]]
-            return self._write(target, notes)
+            return self._write_notes(target, notes)
 
     def remove(self, target: str, old_text: str) -> list[str]:
         """Remove the only note that contains `old_text`. Returns all notes."""
         with self._changing(target) as notes:
             del notes[_place(notes, old_text)]
-            return self._write(target, notes)
+            return self._write_notes(target, notes)
 
     def _path(self, target: str) -> Path:
         if self.folder is None:
@@ -103,7 +103,7 @@ class Notes:
         with thread_lock(path.with_name(f".{path.name}.lock")):
             yield self.read(target)
 
-    def _write(self, target: str, notes: list[str]) -> list[str]:
+    def _write_notes(self, target: str, notes: list[str]) -> list[str]:
         text, most = _BETWEEN.join(notes), MAX_CHARS[target]
         if len(text) > most:
             raise ToolMistake(

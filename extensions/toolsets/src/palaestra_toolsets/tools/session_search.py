@@ -120,10 +120,11 @@ class Sessions:
         """
         if self.source is not None:
             return self.source.search(query, roles, limit, current=self.current)
-        words = list(dict.fromkeys(_words(query)))
+        words = list(dict.fromkeys(_folded_words(query)))
         texts = [(session, _texts(session, roles)) for session in self._newest()]
         counted = [
-            (session, said, Counter(word for _, text in said for word in _words(text))) for session, said in texts
+            (session, said, Counter(word for _, text in said for word in _folded_words(text)))
+            for session, said in texts
         ]
         weights = {word: _rarity(sum(word in count for _, _, count in counted), len(counted)) for word in words}
         found = []
@@ -184,7 +185,7 @@ def message_text(content: JSON) -> str:
     return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
-def _words(text: str) -> list[str]:
+def _folded_words(text: str) -> list[str]:
     return [word.casefold() for word in _WORD.findall(text)]
 
 
@@ -195,7 +196,7 @@ def _rarity(having: int, of: int) -> float:
 def _excerpts(said: Sequence[tuple[str, str]], words: Sequence[str]) -> list[dict[str, str]]:
     """Return the messages that contain the most of these words, in the conversation's order. Each is cut to the text
     around the first of the words."""
-    scored = [(len(set(words) & set(_words(text))), place) for place, (_, text) in enumerate(said)]
+    scored = [(len(set(words) & set(_folded_words(text))), place) for place, (_, text) in enumerate(said)]
     best = sorted(sorted((-score, place) for score, place in scored if score)[:EXCERPTS], key=lambda each: each[1])
     return [{"role": said[place][0], "text": _around(said[place][1], words)} for _, place in best]
 

@@ -111,7 +111,7 @@ class Skills:
             folder = document.parent
             category = "" if folder.parent == self.folder else folder.parent.name
             try:
-                name, description = read_header(_read(folder, DOCUMENT))
+                name, description = read_header(_read_skill_file(folder, DOCUMENT))
             except (ToolMistake, OSError) as error:
                 _leave_out(document, str(error))
             else:
@@ -130,7 +130,7 @@ class Skills:
     def view(self, name: str, file_path: str = DOCUMENT) -> dict[str, JSON]:
         """Return the text of one file of the skill, and a list of all files of the skill."""
         skill = self.find(name)
-        text = _read(skill.folder, file_path)
+        text = _read_skill_file(skill.folder, file_path)
         return {"name": name, "file_path": file_path, "content": text, "files": _skill_files(skill.folder)}
 
     def create(self, name: str, content: str, category: str = "") -> None:
@@ -141,25 +141,25 @@ class Skills:
                     f"The {what} {value!r} must consist of at most 64 characters: lowercase letters, digits and single "
                     "hyphens"
                 )
-        _check(name, content)
+        _check_header(name, content)
         with self._changing():
             # With the lock held, because another process may be creating the same skill.
             if any(skill.name == name for skill in self.all()):
                 raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
-            _write(_inside(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
+            _write_skill_file(_skill_path(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
 
     def edit(self, name: str, content: str) -> None:
         """Replace the skill's document."""
-        _check(name, content)
+        _check_header(name, content)
         with self._changing():
-            _write(self._own(name), DOCUMENT, content)
+            _write_skill_file(self._own(name), DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
         """Replace a text in the document or in another file. The text must occur exactly once or, if `everywhere` is
         true, at least once; otherwise, raises `ToolMistake`."""
         with self._changing():
             folder = self._own(name)
-            text = _read(folder, file_path)
+            text = _read_skill_file(folder, file_path)
             count = text.count(old)
             if count == 0 or (count > 1 and not everywhere):
                 raise ToolMistake(
@@ -167,8 +167,8 @@ class Skills:
                 )
             text = text.replace(old, new)
             if file_path == DOCUMENT:
-                _check(name, text)
-            _write(folder, file_path, text)
+                _check_header(name, text)
+            _write_skill_file(folder, file_path, text)
 
     def delete(self, name: str) -> None:
         """Remove a skill with its files."""
@@ -180,14 +180,14 @@ class Skills:
         if file_path == DOCUMENT:
             raise ToolMistake(f"Change {DOCUMENT} with edit or patch")
         with self._changing():
-            _write(self._own(name), file_path, content)
+            _write_skill_file(self._own(name), file_path, content)
 
     def remove_file(self, name: str, file_path: str) -> None:
         """Remove a file of the skill other than its document."""
         if file_path == DOCUMENT:
             raise ToolMistake(f"A skill needs its {DOCUMENT}; remove the whole skill with delete")
         with self._changing():
-            path = _inside(self._own(name), file_path)
+            path = _skill_path(self._own(name), file_path)
             if not path.is_file():
                 raise ToolMistake(f"The skill has no file {file_path!r}")
             path.unlink()
@@ -195,7 +195,7 @@ class Skills:
     def _own(self, name: str) -> Path:
         """Return the folder of a skill to change. A skill in another folder, to which a link leads, can only be
         read."""
-        return _inside(self.folder, str(self.find(name).folder.relative_to(self.folder)))
+        return _skill_path(self.folder, str(self.find(name).folder.relative_to(self.folder)))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -248,7 +248,7 @@ def skills_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
             touches_world=True,
             world_session="skills",
         )
-        for schema, run in ((LIST, _list_skills), (VIEW, _view), (MANAGE, _manage))
+        for schema, run in ((LIST, _list_skills), (VIEW, _view_skill), (MANAGE, _manage))
     )
 
 
@@ -271,7 +271,7 @@ async def _list_skills(settings: ToolsetSettings, arguments: Mapping[str, JSON],
     return {"success": True, "skills": shown}
 
 
-async def _view(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _view_skill(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     path = arguments.get("file_path") or DOCUMENT
     return {"success": True, **await asyncio.to_thread(_skills(settings).view, arguments["name"], path)}
 
@@ -301,12 +301,12 @@ async def _manage(settings: ToolsetSettings, arguments: Mapping[str, JSON], run:
     return {"success": True, "action": action, "name": name}
 
 
-def _check(name: str, content: str) -> None:
+def _check_header(name: str, content: str) -> None:
     if read_header(content)[0] != name:
         raise ToolMistake(f"The header's name must be {name!r}, the name of the skill")
 
 
-def _inside(folder: Path, file_path: str) -> Path:
+def _skill_path(folder: Path, file_path: str) -> Path:
     """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside or has a hidden
     part."""
     parts = PurePosixPath(file_path).parts
@@ -320,8 +320,8 @@ def _inside(folder: Path, file_path: str) -> Path:
     return path
 
 
-def _read(folder: Path, file_path: str) -> str:
-    path = _inside(folder, file_path)
+def _read_skill_file(folder: Path, file_path: str) -> str:
+    path = _skill_path(folder, file_path)
     if not path.is_file():
         raise ToolMistake(f"The skill has no file {file_path!r}", files=_skill_files(folder))
     with path.open("rb") as file:
@@ -332,11 +332,11 @@ def _read(folder: Path, file_path: str) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _write(folder: Path, file_path: str, text: str) -> None:
+def _write_skill_file(folder: Path, file_path: str, text: str) -> None:
     data = text.encode()
     if len(data) > MAX_BYTES:
         raise ToolMistake(f"{file_path} would have {len(data)} bytes, more than {MAX_BYTES}; nothing was changed")
-    path = _inside(folder, file_path)
+    path = _skill_path(folder, file_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.write(data)

@@ -71,7 +71,7 @@ def vision_tool(settings: ToolsetSettings) -> Tool:
         parallel_safe=True,
         missing=lambda: vision_problem(settings),
         touches_world=True,
-        world_key=partial(_key, settings),
+        world_key=partial(_recording_key, settings),
     )
 
 
@@ -82,7 +82,7 @@ def vision_problem(settings: ToolsetSettings) -> str | None:
     return None
 
 
-async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[str, JSON]:
+async def analyse_image(settings: ToolsetSettings, image: Image, question: str) -> dict[str, JSON]:
     """Return the model's `analysis`, its `usage` if the server reports it, and `cut` if the answer ended at its token
     limit. Raises `ToolMistake`, or `ToolUnavailable` if the model does not answer."""
     if (reason := vision_problem(settings)) is not None:
@@ -110,29 +110,29 @@ async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[s
 
 
 async def _look_at_image(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    image = await _image(settings, arguments["image_url"], run)
-    return {"success": True, **await look(settings, image, arguments["question"])}
+    image = await _load_image(settings, arguments["image_url"], run)
+    return {"success": True, **await analyse_image(settings, image, arguments["question"])}
 
 
-async def _key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+async def _recording_key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
     """Return the arguments and, if they name a path, the file's hash, because the reply depends on the file's
     content."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments
     try:
-        data = (await _read(settings, where, run)).data
+        data = (await _read_image(settings, where, run)).data
     except ToolMistake as mistake:
         return {**arguments, "problem": str(mistake)}
     return {**arguments, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-async def _image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
+async def _load_image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
     most = settings.vision_max_image_bytes
     if where.startswith("data:"):
         return _from_data_url(where, most)
     if not where.startswith(("http://", "https://")):
-        return await _read(settings, where, run)
+        return await _read_image(settings, where, run)
     try:
         # One byte more, which shows that a file is too long.
         found = await fetch(where, AddressPolicy(settings.web_allow), max_bytes=most + 1)
@@ -141,7 +141,7 @@ async def _image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
     return _recognised(found.body, most, where)
 
 
-async def _read(settings: ToolsetSettings, path: str, run: ToolRun) -> Image:
+async def _read_image(settings: ToolsetSettings, path: str, run: ToolRun) -> Image:
     slot, most = await run.slot(), settings.vision_max_image_bytes
     path = await in_full(slot, path)
     data = await read_file_bytes(slot, path, await file_info(slot, path), most_bytes=most)

@@ -127,7 +127,7 @@ class _Crawl:
         self.left = 0
         self._fetcher = fetcher
         self._limit, self._depth = int(arguments.get("limit", 10)), int(arguments.get("depth", 2))
-        self._words = _words(str(arguments.get("instructions") or ""))
+        self._words = _folded_words(str(arguments.get("instructions") or ""))
         self._waiting: list[_Link] = []
         self._seen: set[str] = set()
         self._read: set[str] = set()
@@ -138,18 +138,18 @@ class _Crawl:
     async def run(self, url: str) -> None:
         """Crawl, starting with the page at `url`. The page's address after redirects defines the site."""
         first = await self._visit(url)
-        self._take(first)
+        self._keep_page(first)
         if self._site is None:
             return
         await self._ask_robots(self._site)
-        self._note(first.links, 1)
+        self._queue_links(first.links, 1)
         while self._waiting and len(self.pages) < self._limit:
             batch = self._next(min(AT_ONCE, self._limit - len(self.pages)))
             # Taken in the order of the links, not of their arrival, so that the same site gives the same pages.
             visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
             for link, visit in zip(batch, visits, strict=True):
-                self._take(visit)
-                self._note(visit.links, link.depth + 1)
+                self._keep_page(visit)
+                self._queue_links(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
         """Return up to `most` queued links in reading order. Drops links whose page was already read after a redirect
@@ -159,7 +159,7 @@ class _Crawl:
         self.left = len(self._waiting)
         return batch
 
-    def _take(self, visit: _Visit) -> None:
+    def _keep_page(self, visit: _Visit) -> None:
         """Keep a page unless it was already read at another address."""
         if visit.place is None or visit.place not in self._read:
             self.pages.append(visit.page)
@@ -184,14 +184,14 @@ class _Crawl:
         elif url.origin() != self._site.origin():
             raise PageUnreadable(f"it leads to another site, {url.origin()}")
 
-    def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
+    def _queue_links(self, links: Sequence[tuple[str, str]], depth: int) -> None:
         """Queue those links of a page that should be followed."""
         for url, text in links if depth <= self._depth else ():
             if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue
             self._seen.add(url)
             if self._robots.can_fetch(AGENT, url):
-                missing = len(self._words - _words(f"{text} {URL(url).path_qs}"))
+                missing = len(self._words - _folded_words(f"{text} {URL(url).path_qs}"))
                 self._waiting.append(_Link(depth, missing, len(self._seen), url))
         self.left = len(self._waiting)
 
@@ -233,5 +233,5 @@ def _without_fragment(url: URL) -> str:
     return str(url.with_fragment(None))
 
 
-def _words(text: str) -> frozenset[str]:
+def _folded_words(text: str) -> frozenset[str]:
     return frozenset(word.casefold() for word in _WORD.findall(text))

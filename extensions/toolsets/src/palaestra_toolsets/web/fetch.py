@@ -49,7 +49,7 @@ async def fetch(
     """Fetch the document at the address, after redirects. Raises `PageUnreadable`."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _follow_redirects(_checked(url), policy, max_bytes)
+            return await _follow_redirects(_checked_url(url), policy, max_bytes)
     except TimeoutError:
         raise PageUnreadable(f"no answer within {timeout_s:g} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -66,7 +66,7 @@ async def fetch(
 async def screen(url: str, policy: AddressPolicy) -> None:
     """Resolve the host of `url` without sending a request. Raises `PageUnreadable` if the host cannot be resolved or
     the policy refuses any of its addresses."""
-    parsed = _checked(url)
+    parsed = _checked_url(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
         for info in found:
@@ -88,7 +88,7 @@ async def _follow_redirects(url: URL, policy: AddressPolicy, max_bytes: int) -> 
                 where = reply.headers.get("Location")
                 if reply.status not in _REDIRECTS or where is None:
                     return await _taken(reply, max_bytes)
-                url = _checked(str(url.join(URL(where))))
+                url = _checked_url(str(url.join(URL(where))))
     raise PageUnreadable(f"it redirects more than {MAX_REDIRECTS} times")
 
 
@@ -107,7 +107,7 @@ async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
     return Fetched(str(reply.url), reply.content_type, reply.charset, bytes(body), cut)
 
 
-def _checked(url: str) -> URL:
+def _checked_url(url: str) -> URL:
     """Return the parsed address. Raises `PageUnreadable` unless it is an http or https address with a host and without
     a user or password."""
     try:

@@ -117,7 +117,7 @@ class BatchTrainer:
             self._check_ids(groups)
         except (msgspec.ValidationError, RequestRefusal) as error:
             raise TrainerRefused(f"{self._client.url} sent a batch that cannot be trained on: {error}") from None
-        path = self._path(step)
+        path = self._batch_file(step)
         with writing(path), replaced(path) as file:
             file.write(msgspec.json.encode(groups))
         return groups
@@ -142,7 +142,7 @@ class BatchTrainer:
 
     def _received(self, step: int) -> list[ScoredData] | None:
         """Return the batch of a step, or None if no earlier process received it."""
-        path = self._path(step)
+        path = self._batch_file(step)
         try:
             return msgspec.json.decode(path.read_bytes(), type=list[ScoredData])
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class BatchTrainer:
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)
 
-    def _path(self, step: int) -> Path:
+    def _batch_file(self, step: int) -> Path:
         return self._batches / f"{step:06d}.json"
 
     async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:

@@ -109,13 +109,13 @@ class TrajectoryClient:
                 content = await reply.read()
                 self.answered_s = self._clock.monotonic()
                 asked_s = retry_after_s(reply.headers.get("Retry-After"), self._clock.wall())
-                return ServerAnswer(self.url + path, reply.status, _decoded(content), asked_s)
+                return ServerAnswer(self.url + path, reply.status, _json_or_text(content), asked_s)
         except (aiohttp.ClientError, OSError) as error:  # a time-out is also an OSError
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise TrainerUnavailable(f"the trajectory server {self.url} does not answer {path}: {what}") from None
 
 
-def _decoded(content: bytes) -> JSON:
+def _json_or_text(content: bytes) -> JSON:
     try:
         return msgspec.json.decode(content)
     except NOT_JSON:

@@ -131,13 +131,13 @@ class Exchange:
             case EnvDisconnected(env_id=env_id):
                 self.envs[env_id].connected = False
             case GroupReceived():
-                self._receive(event)
+                self._add_group(event)
             case BatchTaken(serials=serials):
-                self._take(set(serials))
+                self._remove_groups(set(serials))
             case DataReset():
                 self._reset()
 
-    def _take(self, serials: set[int]) -> None:
+    def _remove_groups(self, serials: set[int]) -> None:
         """Remove groups. Groups are in a buffer only if the store was written by a version that combined short groups
         differently."""
         for waiting in (self.queue, *self.buffers.values()):
@@ -145,7 +145,7 @@ class Exchange:
             waiting[:] = [each for each in waiting if each.serial not in serials]
         self.step += 1
 
-    def _receive(self, event: GroupReceived) -> None:
+    def _add_group(self, event: GroupReceived) -> None:
         waiting = WaitingGroup(self._received, event.env_id, event.sequences, bytes(event.group))
         self._received += 1
         self.bytes_waiting += len(waiting.body)

@@ -141,7 +141,7 @@ class Feed:
     async def _deliver_line(self, delivery_id: str, line: dict[str, JSON]) -> None:
         keeps = (await self.connection.standing()).keeps
         async with self._sending if keeps else self._one_by_one:
-            sent = await self._send(delivery_id, line)
+            sent = await self._send_group(delivery_id, line)
             if not keeps and self.connection.current is not None:
                 with suppress(TrainerUnavailable):
                     await self.connection.ask(self.connection.current)
@@ -150,7 +150,7 @@ class Feed:
             self._deliveries.add(delivery_id)
         await self._done(sent=sent)
 
-    async def _send(self, delivery_id: str, line: dict[str, JSON]) -> bool:
+    async def _send_group(self, delivery_id: str, line: dict[str, JSON]) -> bool:
         """Retry until the server has the group (returns True) or refuses it permanently (returns False)."""
         failures = 0
         while True:

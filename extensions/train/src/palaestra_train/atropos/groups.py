@@ -51,7 +51,7 @@ def scored_data(
     line = group_line(group, env="", model="", messages=messages)
     if line is None:
         return None
-    if not placeholders and not all(_sampled(trajectory) for trajectory in group.scored):
+    if not placeholders and not all(_was_sampled(trajectory) for trajectory in group.scored):
         raise ConfigError(
             f"group {group.group_id} has no sampled tokens, so it cannot be trained on: use a token-exact server "
             f"(--openai.server_type vllm, sglang or transformers), or set --env.allow_placeholder_tokens true"
@@ -64,7 +64,7 @@ def scored_data(
     return sent | ({"group_overrides": overrides} if overrides else {})
 
 
-def _sampled(trajectory: Trajectory) -> bool:
+def _was_sampled(trajectory: Trajectory) -> bool:
     return bool(trajectory.row_sizes) and (trajectory.row is None or trajectory.row.source != "placeholder")
 
 

@@ -214,17 +214,17 @@ class TrajectoryServer:
         return web.Response(text="Reset successful")
 
     async def _scored_data(self, request: web.Request) -> web.Response:
-        (answer,) = self._receive([read_scored(await request.read())])
+        (answer,) = self._accept_groups([read_scored(await request.read())])
         await self._commit()
         return web.json_response(answer)
 
     async def _scored_data_list(self, request: web.Request) -> web.Response:
         groups = read_scored_list(await request.read())
-        self._receive(groups)
+        self._accept_groups(groups)
         await self._commit()
         return web.json_response({"status": "received", "groups_processed": len(groups)})
 
-    def _receive(self, groups: Sequence[ScoredData]) -> list[dict[str, JSON]]:
+    def _accept_groups(self, groups: Sequence[ScoredData]) -> list[dict[str, JSON]]:
         """Accept all groups or none: a refusal is raised before any is recorded."""
         events = [self.exchange.receive(group) for group in groups]
         answers: list[dict[str, JSON]] = []

@@ -59,7 +59,7 @@ def convert(file: Path, out: Path) -> ConvertedModel:
         raise ConfigError(f"{out} is not an empty folder: choose another one, or remove it")
     try:
         stated = GGUFReader(file)
-        licence, source = _text(stated, "general.license"), _source(stated)
+        licence, source = _metadata_text(stated, "general.license"), _source(stated)
         with quiet_loading():
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -93,7 +93,7 @@ def _with_tools(folder: Path) -> str:
     """Give the model in `folder` the ChatML template with tools, unless its own template shows tools. Raises
     `ConfigError` if neither fits its tokenizer."""
     try:
-        _check(folder)
+        _check_tokenizer(folder)
     except ConfigError as error:
         found = load_tokenizer(str(folder))
         if not {"<|im_start|>", "<|im_end|>"} <= {found.decode([number]) for number in found.added_ids}:
@@ -102,12 +102,12 @@ def _with_tools(folder: Path) -> str:
                 "built-in template does not fit either"
             ) from None
         (folder / "chat_template.jinja").write_text(chat_template(), encoding="utf-8")
-        _check(folder)
+        _check_tokenizer(folder)
         return "chatml"
     return "own"
 
 
-def _check(folder: Path) -> None:
+def _check_tokenizer(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     TurnRenderer(template_of(tokenizer), tokenizer, tools=[_TOOL], stop_ids=tokenizer.stop_ids)
 
@@ -115,13 +115,13 @@ def _check(folder: Path) -> None:
 def _source(stated: Any) -> str:
     """Return where the file says that its weights come from."""
     return (
-        _text(stated, "general.source.url")
-        or _text(stated, "general.base_model.0.repo_url")
-        or _text(stated, "general.name")
+        _metadata_text(stated, "general.source.url")
+        or _metadata_text(stated, "general.base_model.0.repo_url")
+        or _metadata_text(stated, "general.name")
     )
 
 
-def _text(stated: Any, key: str) -> str:
+def _metadata_text(stated: Any, key: str) -> str:
     """Return a text of the file's metadata as one line that is safe to print, or nothing."""
     field = stated.get_field(key)
     value = field.contents() if field is not None else ""

@@ -74,18 +74,20 @@ class CheckpointRoutes:
                 "user_metadata": texts(training.user_metadata) if training else None,
             }
             for each in checkpoints:
-                body["last_checkpoint" if each.kind == "weights" else "last_sampler_checkpoint"] = _described(each)
+                body["last_checkpoint" if each.kind == "weights" else "last_sampler_checkpoint"] = _checkpoint_fields(
+                    each
+                )
             found.append(body)
         return found
 
     async def _run_checkpoints(self, request: web.Request) -> web.Response:
         run = request.match_info["run"]
-        found = [_described(each) for each in self.service.checkpoints.all() if each.run == run]
+        found = [_checkpoint_fields(each) for each in self.service.checkpoints.all() if each.run == run]
         return web.json_response({"checkpoints": found})
 
     async def _list_checkpoints(self, request: web.Request) -> web.Response:
         start, count = page(request)
-        found = [_described(each) for each in self.service.checkpoints.all()]
+        found = [_checkpoint_fields(each) for each in self.service.checkpoints.all()]
         body = {"checkpoints": found[start : start + count], "cursor": _cursor(start, count, len(found))}
         return web.json_response(body)
 
@@ -105,7 +107,7 @@ def _checkpoint_path(request: web.Request) -> str:
     return "tinker://{run}/{kind}/{name}".format_map(request.match_info)
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": "training" if checkpoint.kind == "weights" else "sampler",

@@ -103,7 +103,7 @@ class CheckpointFolder:
         """Write the weights and, if `optimizer` is true, AdamW's state. Raises `UserError` if the name is taken and
         `overwrite` is false."""
         file = self._checkpoint_file(place)
-        former = self._read(file)
+        former = self._read_checkpoint(file)
         if former is not None and not overwrite:
             raise UserError(f"The checkpoint {former.path} exists: choose a different name, or pass overwrite=True.")
         now_s, expires_s = time.time(), _expiry(ttl_s)
@@ -128,7 +128,7 @@ class CheckpointFolder:
                 )
                 with replaced(file) as out:
                     out.write(msgspec.json.format(msgspec.json.encode(checkpoint)) + b"\n")
-                _sync(file.parent)
+                _fsync_path(file.parent)
             except BaseException:
                 shutil.rmtree(data, ignore_errors=True)
                 raise
@@ -138,7 +138,7 @@ class CheckpointFolder:
 
     def find(self, path: str) -> Checkpoint:
         """Return the checkpoint at a `tinker://` path. Raises `UserError` if there is none."""
-        found = self._read(self._checkpoint_file(CheckpointPath.read(path)))
+        found = self._read_checkpoint(self._checkpoint_file(CheckpointPath.read(path)))
         if found is None:
             raise UserError(f"There is no checkpoint {path}: it was never saved here, or it expired or was deleted.")
         return found
@@ -186,7 +186,7 @@ class CheckpointFolder:
         file = self._checkpoint_file(CheckpointPath.read(path))
         with writing(file):
             file.unlink()
-            _sync(file.parent)
+            _fsync_path(file.parent)
         shutil.rmtree(file.parent / found.folder, ignore_errors=True)
 
     def set_expiry(self, path: str, ttl_s: float | None) -> None:
@@ -197,14 +197,14 @@ class CheckpointFolder:
 
     def all(self) -> list[Checkpoint]:
         """Return the checkpoints, oldest first."""
-        found = (self._read(file) for file in self.folder.glob("*/*/*.json"))
+        found = (self._read_checkpoint(file) for file in self.folder.glob("*/*/*.json"))
         return sorted((each for each in found if each is not None), key=lambda each: each.created_s)
 
     def sweep(self) -> None:
         """Delete expired checkpoints and folders that a crash left behind. Call it before the first `save`."""
         kept = set()
         for file in self.folder.glob("*/*/*.json"):
-            found = self._read(file, expired=True)
+            found = self._read_checkpoint(file, expired=True)
             if found is None:
                 continue
             if found.expires_s is not None and found.expires_s < time.time():
@@ -222,7 +222,7 @@ class CheckpointFolder:
     def _checkpoint_file(self, place: CheckpointPath) -> Path:
         return self.folder / place.run / place.kind / f"{checked_name(place.name)}.json"
 
-    def _read(self, file: Path, *, expired: bool = False) -> Checkpoint | None:
+    def _read_checkpoint(self, file: Path, *, expired: bool = False) -> Checkpoint | None:
         try:
             found = msgspec.json.decode(read_regular(file, _MOST_BYTES), type=Checkpoint)
         except FileNotFoundError:
@@ -258,8 +258,8 @@ def _write_tensors(folder: Path, model: TrainedModel, optimizer: bool) -> int:
     size = 0
     for file in folder.iterdir():
         size += file.stat().st_size
-        _sync(file)
-    _sync(folder)
+        _fsync_path(file)
+    _fsync_path(folder)
     return size
 
 
@@ -297,7 +297,7 @@ def _expiry(ttl_s: float | None) -> float | None:
     return None if ttl_s is None else time.time() + ttl_s
 
 
-def _sync(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -113,7 +113,7 @@ class Futures:
         if self._waiting >= MOST_WAITING:
             raise Busy(f"{self._waiting} requests are waiting")
         if self._bytes >= MOST_BYTES:
-            self._drop(lambda pending: pending.fetched_s is not None)
+            self._drop_answers(lambda pending: pending.fetched_s is not None)
             if self._bytes >= MOST_BYTES:
                 raise Busy(f"{self._bytes >> 20} MiB of results have not been fetched")
         pending = self._all[request_id] = PendingRequest(request_id, session_id)
@@ -136,7 +136,7 @@ class Futures:
     def sweep(self) -> None:
         """Drop expired answers."""
         now_s = self._clock.monotonic()
-        self._drop(
+        self._drop_answers(
             lambda pending: (
                 now_s - pending.done_s > UNFETCHED_S
                 if pending.fetched_s is None
@@ -150,12 +150,12 @@ class Futures:
             if pending.cancel is not None:
                 pending.cancel()
             self.finish(pending, FutureAnswer.failure("The session has ended.", "user"))
-        self._drop(lambda pending: pending.session_id == session_id)
+        self._drop_answers(lambda pending: pending.session_id == session_id)
 
     def _of(self, session_id: str) -> Iterator[PendingRequest]:
         yield from [pending for pending in self._all.values() if pending.session_id == session_id]
 
-    def _drop(self, old: Callable[[PendingRequest], bool]) -> None:
+    def _drop_answers(self, old: Callable[[PendingRequest], bool]) -> None:
         for pending in list(self._all.values()):
             if pending.answer is not None and old(pending):
                 del self._all[pending.request_id]

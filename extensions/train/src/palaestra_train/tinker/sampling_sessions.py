@@ -86,15 +86,15 @@ class SamplerWeights:
         self._samplers[key] = sampler
         for old in list(self._samplers)[:-1]:
             if len(self._samplers) > self.most:
-                await self._drop(old)
+                await self._drop_sampler(old)
 
     async def drop_unnamed(self, named: set[str]) -> None:
         """Drop the weights whose keys are not in `named`, except those of the base model and those in use."""
         for key in list(self._samplers):
             if key not in named and key != "base":
-                await self._drop(key)
+                await self._drop_sampler(key)
 
-    async def _drop(self, key: str) -> None:
+    async def _drop_sampler(self, key: str) -> None:
         if not self._samplers[key].in_use:
             await self._samplers.pop(key).aclose()
 

@@ -235,10 +235,10 @@ class TinkerServer:
         return web.json_response(body)
 
     async def _asample(self, request: web.Request) -> web.Response:
-        def submit(raw: bytes) -> PendingRequest:
+        def submit_sample(raw: bytes) -> PendingRequest:
             return self.service.sampling.sample(types.SampleRequest.model_validate_json(raw or b"{}"))
 
-        return _accepted(await self._large(request, submit))
+        return _accepted(await self._large(request, submit_sample))
 
     # Results
 

@@ -190,10 +190,10 @@ class TinkerService:
         if repeated is not None:
             return repeated
         pending = self.futures.add(f"{model_id}:0", session_id)
-        self._background.start(self._make(model_id, session_id, user_metadata, kind, make, pending))
+        self._background.start(self._make_model(model_id, session_id, user_metadata, kind, make, pending))
         return pending
 
-    async def _make(
+    async def _make_model(
         self,
         model_id: str,
         session_id: str,

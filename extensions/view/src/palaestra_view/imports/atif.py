@@ -173,14 +173,14 @@ def _step_message(step: AtifStep, ours: Mapping[str, JSON]) -> Message:
             {
                 "id": each.tool_call_id,
                 "type": "function",
-                "function": {"name": each.function_name, "arguments": _arguments(each)},
+                "function": {"name": each.function_name, "arguments": _arguments_text(each)},
             }
             for each in step.tool_calls
         ]
     return message | dict(mapping_of(ours.get("fields")))
 
 
-def _arguments(call: AtifToolCall) -> str:
+def _arguments_text(call: AtifToolCall) -> str:
     kept = _ours(call.extra).get("arguments")
     return kept if isinstance(kept, str) else arguments_text(call.arguments) or json.dumps(call.arguments)
 

@@ -116,7 +116,7 @@ def _assistant_message(text: str, count: int) -> Message:
             {
                 "id": f"call_{number}",
                 "type": "function",
-                "function": {"name": call["name"], "arguments": _arguments(call.get("arguments"))},
+                "function": {"name": call["name"], "arguments": _arguments_json(call.get("arguments"))},
             }
             for number, call in enumerate(calls, count)
             if call is not None
@@ -136,7 +136,7 @@ def _results(text: str, waiting: Sequence[str]) -> Iterator[Message]:
         yield {"role": "tool", **called, **named, "content": text_content}
 
 
-def _arguments(value: JSON) -> str:
+def _arguments_json(value: JSON) -> str:
     return value if isinstance(value, str) else json.dumps(value if value is not None else {}, ensure_ascii=False)
 
 
@@ -180,12 +180,12 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
             turns=turns,
             tool_calls_attempted=sum(len(turn.tools) for turn in turns),
         ),
-        tools=_tools(line.get("tools")),
+        tools=_tool_schemas(line.get("tools")),
         said=annotations_of(line.get("annotations")),
     )
 
 
-def _tools(value: JSON) -> list[dict[str, JSON]]:
+def _tool_schemas(value: JSON) -> list[dict[str, JSON]]:
     """Return the schemas of tools, which some data sets hold as JSON text."""
     if isinstance(value, str):
         try:
@@ -252,7 +252,7 @@ def _token_rows(line: Mapping[str, JSON]) -> Iterator[TokenRow]:
     for place, ids in enumerate(line["tokens"]):
         mask = masks[place] if place < len(masks) else None
         probs = logprobs[place] if isinstance(logprobs, list) and place < len(logprobs) else None
-        yield _checked(ids, mask, probs, source)
+        yield _checked_row(ids, mask, probs, source)
 
 
 def _imported_row(line: Mapping[str, JSON]) -> Imported:
@@ -284,12 +284,12 @@ def _imported_row(line: Mapping[str, JSON]) -> Imported:
             official=finite(line.get("official")),
             labels=labels_of(line.get("labels")),
             detail={"row": f"segment {segment} of {rollout_id} ({name_of(line.get('reason'))})"},
-            row=_checked([*prompt, *completion], masks, logprobs, name_of(line.get("source")) or "engine"),
+            row=_checked_row([*prompt, *completion], masks, logprobs, name_of(line.get("source")) or "engine"),
         )
     )
 
 
-def _checked(ids: JSON, masks: JSON, logprobs: JSON, source: str) -> TokenRow:
+def _checked_row(ids: JSON, masks: JSON, logprobs: JSON, source: str) -> TokenRow:
     """Return the row, without log-probabilities if they do not fit. Raises `ConfigError` if the ids do not."""
     if not (_are(ids, int) and all(-(1 << 31) <= each < 1 << 31 for each in ids)):
         raise ConfigError("its token ids are not numbers of 32 bits")

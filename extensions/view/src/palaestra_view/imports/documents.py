@@ -65,7 +65,7 @@ def _clean(value: JSON) -> JSON:
     return [_clean(each) for each in value] if isinstance(value, list) else value
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_after_bom(path: Path) -> IO[bytes]:
     """Open a file behind its byte order mark, which programs of Windows write."""
     file = open_regular(path)
     if file.read(len(BOM_UTF8)) != BOM_UTF8:
@@ -75,7 +75,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 def first_line(path: Path) -> bytes:
     """Return the first line with text of a file; empty if there is none. Raises `OSError` and `ConfigError`."""
-    with _opened(path) as file:
+    with _open_after_bom(path) as file:
         return next((line for line in lines_of(file) if line.strip()), b"")
 
 
@@ -84,12 +84,12 @@ def json_objects(path: Path) -> Iterator[tuple[int, bytes]]:
     the members of its one list. Each comes with the number of the bytes read so far. Raises `OSError`, and
     `ConfigError` for a file that is too large or no JSON."""
     if _is_object(first_line(path)):
-        with _opened(path) as file:
+        with _open_after_bom(path) as file:
             for line in lines_of(file):
                 if line.strip():
                     yield file.tell(), line
         return
-    with _opened(path) as file:
+    with _open_after_bom(path) as file:
         data = file.read(MOST_JSON_BYTES + 1)
     if len(data) > MOST_JSON_BYTES:
         raise ConfigError(

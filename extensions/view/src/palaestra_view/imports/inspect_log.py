@@ -128,10 +128,10 @@ class InspectArchive:
 
 def facts(data: bytes, path: Path) -> LogFacts:
     """Return the facts about a log in one JSON object."""
-    return _facts(_read(data)[0], path)
+    return _facts(_read_log(data)[0], path)
 
 
-def _read(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
+def _read_log(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
     """Return the head and the samples of a log in one JSON object. Inspect writes NaN for a sample without a score."""
     try:
         head: _Head = msgspec.json.decode(data, type=_Head)
@@ -147,7 +147,7 @@ def _read(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
 
 def read(data: bytes) -> Iterator[Imported | str]:
     """Yield each sample of a log in one JSON object."""
-    head, samples = _read(data)
+    head, samples = _read_log(data)
     headline = _headline(head)
     for number, sample in enumerate(samples, 1):
         try:
@@ -219,7 +219,7 @@ def _imported(data: bytes, headline: str) -> Imported:
             labels=labels_of(ours.get("labels")),
             blame=blame_of(ours.get("blame")),
             error=text_of(ours.get("error")) if ours else text_of(error.get("message")) or _limit_text(sample),
-            metrics=numbers_of(ours.get("metrics")) if ours else _metrics(scores),
+            metrics=numbers_of(ours.get("metrics")) if ours else _score_numbers(scores),
             detail=dict(mapping_of(ours.get("detail"))) if ours else _detail(sample, scores),
             prompt_tokens=sum(
                 count_of(each.get(name))
@@ -277,7 +277,7 @@ def _value(value: JSON) -> float | None:
     return finite(value)
 
 
-def _metrics(scores: Mapping[str, Mapping[str, JSON]]) -> dict[str, float]:
+def _score_numbers(scores: Mapping[str, Mapping[str, JSON]]) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for name, score in scores.items():
         value = score.get("value")

@@ -16,10 +16,10 @@ _NOBODY = "unknown"
 def annotations_of(value: JSON) -> list[Annotation]:
     """Return the lines that say what `Judgement.to_dict` returned, without a rollout's id. Parts that cannot be
     annotations are left out."""
-    return [each for each in _lines(mapping_of(value)) if not problem(each)]
+    return [each for each in _annotations(mapping_of(value)) if not problem(each)]
 
 
-def _lines(value: Mapping[str, JSON]) -> Iterator[Annotation]:
+def _annotations(value: Mapping[str, JSON]) -> Iterator[Annotation]:
     given = value.get("tags")
     tags = [tag for tag in given if isinstance(tag, str) and is_tag(tag)] if isinstance(given, list) else []
     for start in range(0, len(tags), MOST_TAGS):

@@ -84,17 +84,17 @@ class Budget:
         """Return one of `shares` equal shares of the remaining budget. The share has no `wall_s`: the shares are used
         concurrently, and the caller sets their time limit."""
 
-        def share(most: int | None, gone: int) -> int | None:
+        def equal_share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares
 
         cost = None
         if self.cost is not None and self.prices is not None:
             cost = max(0.0, self.cost - self.prices.cost(used.prompt_tokens, used.completion_tokens)) / shares
         return Budget(
-            turns=share(self.turns, used.turns),
-            tokens=share(self.tokens, used.prompt_tokens + used.completion_tokens),
-            completion_tokens=share(self.completion_tokens, used.completion_tokens),
-            output_bytes=share(self.output_bytes, used.output_bytes),
+            turns=equal_share(self.turns, used.turns),
+            tokens=equal_share(self.tokens, used.prompt_tokens + used.completion_tokens),
+            completion_tokens=equal_share(self.completion_tokens, used.completion_tokens),
+            output_bytes=equal_share(self.output_bytes, used.output_bytes),
             cost=cost,
             prices=self.prices,
         )

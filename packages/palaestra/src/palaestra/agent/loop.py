@@ -206,9 +206,9 @@ class AgentLoop:
         asked_s = self.clock.monotonic()
         request = self._request(result)
         reply = read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
-        turn = self._record(result, reply, self.clock.monotonic() - asked_s)
+        turn = self._record_turn(result, reply, self.clock.monotonic() - asked_s)
         place = len(result.messages)
-        any_valid = await self._answer(result, reply, turn) if reply.calls else False
+        any_valid = await self._answer_calls(result, reply, turn) if reply.calls else False
         natural = not reply.calls and not reply.cut_off
         if natural and self._user is not None:
             # After the last turn that the limits allow, an answer could not be replied to.
@@ -253,7 +253,7 @@ class AgentLoop:
             request["extra_body"] = self.settings.extra_body
         return request
 
-    def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
+    def _record_turn(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
         result.turns_used += 1
         names = tuple(call.name for call in reply.calls)
         used = reply.prompt_tokens, reply.completion_tokens
@@ -265,7 +265,7 @@ class AgentLoop:
         result.turns.append(turn)
         return turn
 
-    async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
+    async def _answer_calls(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
         """Run the calls and append their answers, even if a call raises an error. Returns whether any call was
         valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)

@@ -91,7 +91,7 @@ def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
     call to it fails.
     """
 
-    async def freeze(call: ChatCall, ask: Ask) -> ChatCompletion:
+    async def freeze_slot(call: ChatCall, ask: Ask) -> ChatCompletion:
         to_freeze = slot()
         if to_freeze is not None:
             try:
@@ -100,4 +100,4 @@ def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
                 logger.warning("slot %s keeps running while the model thinks: %s", to_freeze.slot_id, error)
         return await ask(call)
 
-    return freeze
+    return freeze_slot

@@ -92,8 +92,8 @@ def read_reply(completion: object, turn: int) -> Reply:
         reasoning=_reasoning(message),
         calls=_requested_calls(part(message, "tool_calls"), turn),
         finish_reason=read_finish_reason(reason if isinstance(reason, str) else None, "The model server"),
-        prompt_tokens=_count(part(usage, "prompt_tokens")),
-        completion_tokens=_count(part(usage, "completion_tokens")),
+        prompt_tokens=_token_count(part(usage, "prompt_tokens")),
+        completion_tokens=_token_count(part(usage, "completion_tokens")),
         extra=_extra(message),
     )
 
@@ -159,5 +159,5 @@ def _raw(arguments: JSON) -> str:
     return "" if arguments is None else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
-def _count(value: JSON) -> int:
+def _token_count(value: JSON) -> int:
     return value if type(value) is int and value > 0 else 0

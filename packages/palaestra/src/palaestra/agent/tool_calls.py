@@ -137,14 +137,14 @@ class ToolCalls:
     async def _run_together(self, batch: Sequence[CallAnswer]) -> None:
         places = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
-        async def one(answer: CallAnswer) -> None:
+        async def run_call(answer: CallAnswer) -> None:
             async with places:
                 answer.outcome = await self._outcome(answer)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for answer in batch:
-                    group.create_task(one(answer))
+                    group.create_task(run_call(answer))
         except BaseExceptionGroup as failures:
             # What fails in a tool is an outcome, so this is a failure of the
             # infrastructure or the configuration, or a bug.

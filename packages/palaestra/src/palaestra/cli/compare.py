@@ -60,11 +60,11 @@ _SHOWN_SETTINGS = 15
 def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
     pairs = _runs_of_sets((run, *others))
     if pairs is None:
-        found = _compare((run, *others), by, as_json)
+        found = _compare_runs((run, *others), by, as_json)
         if found is not None:
             click.echo(json.dumps(found, indent=2))
         return
-    lines = [_compare(each, by, as_json) for each in pairs]
+    lines = [_compare_runs(each, by, as_json) for each in pairs]
     if as_json:
         click.echo(json.dumps({"sets": lines}, indent=2))
 
@@ -135,7 +135,7 @@ def _partner(runs: Mapping[tuple[str, str], Sequence[Path]], env: str, model: st
     return next((paths for (name, its), paths in runs.items() if name == env and model in (its, None)), ())
 
 
-def _compare(names: Sequence[str], by: str, as_json: bool) -> dict[str, JSON] | None:
+def _compare_runs(names: Sequence[str], by: str, as_json: bool) -> dict[str, JSON] | None:
     """Compare the first run with the others. Print the result, or return it as JSON data."""
     from palaestra.rollouts.observe.compare_runs import differing_settings
 
@@ -215,12 +215,12 @@ def _show_settings(settings: dict[str, list[JSON]]) -> None:
     if settings:
         click.echo("settings that differ:")
     for name, values in list(settings.items())[:_SHOWN_SETTINGS]:
-        click.echo(f"  {name}: {' | '.join(_short(value) for value in values)}")
+        click.echo(f"  {name}: {' | '.join(_short_json(value) for value in values)}")
     if len(settings) > _SHOWN_SETTINGS:
         click.echo(f"  and {len(settings) - _SHOWN_SETTINGS} more (--json)")
 
 
-def _short(value: JSON) -> str:
+def _short_json(value: JSON) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:59]}…"
 

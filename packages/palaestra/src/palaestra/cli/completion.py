@@ -77,7 +77,7 @@ def complete_settings(context: click.Context, parameter: click.Parameter, incomp
     or RUN. Directly after ENV or RUN, it is a command of the environment. For `batch`, the shell completes paths."""
     from palaestra.envs.config.command_line import COMMANDS
 
-    words = _words(context)
+    words = _words_before(context)
     if words[-1].startswith("-") and "=" not in words[-1]:
         return _flag_values(context, words[-1], incomplete)
     named, first = _environment_or_run(context), context.command.params[0]
@@ -107,7 +107,7 @@ class SettingsCommand(click.Command):
         return list({item.value: item for item in found}.values())
 
 
-def _words(context: click.Context) -> list[str]:
+def _words_before(context: click.Context) -> list[str]:
     """Return the words that precede the word to complete."""
     first = context.params.get("environment") or context.params.get("run")
     given = context.params.get("settings") or context.params.get("words") or ()
@@ -119,7 +119,7 @@ def _environment_or_run(context: click.Context) -> str | None:
     from palaestra.envs.config.command_line import first_word
 
     with contextlib.suppress(ConfigError):
-        return first_word(_words(context), "ENV")[0] or None
+        return first_word(_words_before(context), "ENV")[0] or None
     return None
 
 

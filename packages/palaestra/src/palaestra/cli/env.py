@@ -148,7 +148,7 @@ def show(as_json: bool, example_config: bool, environment: str) -> None:
     if example_config:
         click.echo(_example_config(environment), nl=False)
         return
-    about = _about(environment)
+    about = _environment_data(environment)
     if as_json:
         click.echo(json.dumps(about, indent=2))
         return
@@ -180,7 +180,7 @@ def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
     return {name: cast("type[BaseModel]", plugins.load(point)).model_fields for name, point in points}
 
 
-def _about(reference: str) -> dict[str, JSON]:
+def _environment_data(reference: str) -> dict[str, JSON]:
     """Return the data of `env show`: the environment's name, form, docstring and parts. `settings` has the settings
     that only this environment has, and common settings whose defaults it changes. `training` has the settings of a
     training run, and `rollouts` the settings of runs that users tune for training."""

@@ -105,7 +105,7 @@ def _grade_run(
         elif regraded.changed or regraded.score is None:
             click.echo(f"{name}{_regraded_line(regraded)}")
 
-    changed = _settings(run, environment, settings) if settings else {}
+    changed = _changed_settings(run, environment, settings) if settings else {}
     found = asyncio.run(regrade(run, environment, network=network, settings=changed, on_rollout=show))
     if not found:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _grade_run(
     return 1 if any(each.score is None for each in found) else 0
 
 
-def _settings(run: Run, environment: str | None, settings: Sequence[str]) -> dict[str, JSON]:
+def _changed_settings(run: Run, environment: str | None, settings: Sequence[str]) -> dict[str, JSON]:
     """Return the settings that the words set. Raises `ConfigError`."""
     from palaestra.envs.config.command_line import Parsed, flags_of, setting_of
     from palaestra.envs.run.command import command_line

@@ -71,12 +71,12 @@ def command(
     if as_json:
         click.echo(json.dumps({**comparison.to_dict(), "unfinished_groups": recording.unfinished}))
     else:
-        click.echo("\n".join(_lines(comparison, recording)))
+        click.echo("\n".join(_comparison_lines(comparison, recording)))
     if not comparison.ok:
         context.exit(FAILED)
 
 
-def _lines(comparison: Comparison, recording: Recording) -> list[str]:
+def _comparison_lines(comparison: Comparison, recording: Recording) -> list[str]:
     from palaestra_slots.core.printable import one_line, printable
 
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"

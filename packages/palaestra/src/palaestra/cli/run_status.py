@@ -80,7 +80,7 @@ def _print(found: Mapping[str, RunStatus], waiting: Mapping[str, str], *, clear:
 
     if clear:
         click.clear()
-    click.echo("\n\n".join("\n".join(_lines(name, each, time.time())) for name, each in found.items()))
+    click.echo("\n\n".join("\n".join(_status_lines(name, each, time.time())) for name, each in found.items()))
     for name, reason in waiting.items():
         click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
 
@@ -208,7 +208,7 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
     }
 
 
-def _lines(name: str, status: RunStatus, now: float) -> list[str]:
+def _status_lines(name: str, status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
     from palaestra.rollouts.observe.status import score_name
 
@@ -238,12 +238,12 @@ def _lines(name: str, status: RunStatus, now: float) -> list[str]:
     if status.stages:
         times = (f"{name} {duration(each.p50_s)}/{duration(each.p95_s)}" for name, each in status.stages.items())
         lines.append(f"stages     {', '.join(times)} (median/95 %)")
-    lines.append(f"tokens     {_tokens(status)}")
+    lines.append(f"tokens     {_token_usage(status)}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines
 
 
-def _tokens(status: RunStatus) -> str:
+def _token_usage(status: RunStatus) -> str:
     if status.tokens_unknown:
         return "unknown, and so is the cost: the model server reports no usage"
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"

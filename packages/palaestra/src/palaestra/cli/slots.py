@@ -58,7 +58,7 @@ def command() -> None:
 @_store
 @_as_json
 def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> None:
-    found = asyncio.run(_found(directory, store))
+    found = asyncio.run(_inventory(directory, store))
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -134,12 +134,12 @@ def _show_swept(found: dict[str, list[str]], *, err: bool = False) -> None:
         click.echo(printable(f"{what}: {', '.join(names) if names else 'nothing to remove'}"), err=err)
 
 
-async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
+async def _inventory(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
     from palaestra_slots.sandbox.local import running_servers
     from palaestra_slots.sandbox.service import service_client
 
-    running = [await service_client.look(path) for path in _sockets(directory)]
-    workspaces = _open(store)
+    running = [await service_client.service_state(path) for path in _sockets(directory)]
+    workspaces = _open_store(store)
     entries = [] if workspaces is None else workspaces.entries()
     now = time.time()
     return {
@@ -171,7 +171,7 @@ async def _clean(
     for path in _sockets(directory) if services else ():
         # A service is ended only if it answers and nobody is attached, because its slots may belong to a running
         # program.
-        seen = await service_client.look(path)
+        seen = await service_client.service_state(path)
         if seen is not None and not seen.attached:
             if not only_list:
                 await service_client.end(path)
@@ -179,7 +179,7 @@ async def _clean(
     folder = directory or service_client.default_directory()
     # After the services have ended, so that their sockets are among those that are removed.
     gone["services"] += await service_client.sweep(folder, only_list=only_list)
-    kept = _open(store)
+    kept = _open_store(store)
     if kept is not None:
         halves = kept.sweep(only_list=only_list)
         gone["workspaces"] = [f"{halves} half-made"] if halves else []
@@ -195,7 +195,7 @@ def _sockets(directory: Path | None) -> list[Path]:
     return sorted(folder.glob("*.sock")) if folder.is_dir() else []
 
 
-def _open(store: Path | None) -> SnapshotStore | None:
+def _open_store(store: Path | None) -> SnapshotStore | None:
     """Return the store of workspaces, or None if it does not exist, because a listing must not create it."""
     folder = store or default_folder()
     return SnapshotStore(folder).open() if folder.is_dir() else None

@@ -58,7 +58,7 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
         everything = {"tools": tools, "toolsets": toolsets, "distributions": distributions}
         click.echo(json.dumps(everything, indent=2, ensure_ascii=False))
         return
-    for line in (*_tools(tools), "", *_toolsets(toolsets), "", *_distributions(distributions)):
+    for line in (*_tool_lines(tools), "", *_toolsets(toolsets), "", *_distributions(distributions)):
         click.echo(line)
 
 
@@ -98,7 +98,7 @@ def _schema(definition: dict[str, JSON]) -> dict[str, JSON]:
     return {"description": function["description"], "parameters": function["parameters"]}
 
 
-def _tools(tools: list[dict[str, JSON]]) -> Iterator[str]:
+def _tool_lines(tools: list[dict[str, JSON]]) -> Iterator[str]:
     yield "Tools"
     for tool in tools:
         if tool["missing"] is None:

@@ -39,7 +39,7 @@ def read_rows(
     split, or some files are in a folder of that name, only those are read. Any other source is the name of a data set
     on the hub, the only source that needs the network. Raises `ConfigError` if the source cannot be read.
     """
-    for number, row in enumerate(_read(source, split), 1):
+    for number, row in enumerate(_read_rows(source, split), 1):
         if isinstance(row, str):
             yield number, TaskError(row)
         else:
@@ -62,7 +62,7 @@ def _renamed(row: Row, fields: Mapping[str, str]) -> Row | TaskError:
     return {**row, **{name: row[column] for name, column in fields.items()}} if fields else row
 
 
-def _read(source: str | Path, split: str) -> Iterator[Row | str]:
+def _read_rows(source: str | Path, split: str) -> Iterator[Row | str]:
     if not is_local(source):
         yield from _read_hub(str(source), split)
         return
@@ -103,7 +103,7 @@ def _read_lines(path: Path) -> Iterator[Row | str]:
             for number, line in enumerate(lines):
                 if line.strip():
                     # Programs on Windows begin a file with a byte order mark, which `json` rejects.
-                    row = _object(line if number else line.removeprefix(codecs.BOM_UTF8))
+                    row = _parsed_row(line if number else line.removeprefix(codecs.BOM_UTF8))
                     if number == 0 and isinstance(row, str) and path.suffix.lower() not in SUFFIXES:
                         raise ConfigError(f"{path} is not JSONL ({row}); use a {', '.join(SUFFIXES)} file")
                     yield row
@@ -111,7 +111,7 @@ def _read_lines(path: Path) -> Iterator[Row | str]:
         raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
 
 
-def _object(line: bytes) -> Row | str:
+def _parsed_row(line: bytes) -> Row | str:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as problem:

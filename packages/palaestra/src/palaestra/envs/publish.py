@@ -67,7 +67,7 @@ def publish(reference: str, folder: Path, *, version: str = "0.1.0", data: Seque
         files[f"{package}/{each.name}"] = each.read_bytes()
     # The versions with which the author has tried it; later ones most likely work too.
     requires = [f"{each}>={metadata.version(each)}" for each in _distributions(roots)]
-    files |= _about(package, version, name, form.about, requires)
+    files |= _dist_info(package, version, name, form.about, requires)
     wheel = folder / f"{package}-{version}-py3-none-any.whl"
     content = _zipped(files, f"{package}-{version}.dist-info/RECORD")
     _check_import(content, package)
@@ -115,7 +115,9 @@ def _distributions(roots: set[str]) -> list[str]:
     return sorted(each for each in found if each.partition("-")[0] != "palaestra")
 
 
-def _about(package: str, version: str, name: str, about: str, requires: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+def _dist_info(
+    package: str, version: str, name: str, about: str, requires: Sequence[str]
+) -> Iterator[tuple[str, bytes]]:
     folder = f"{package}-{version}.dist-info"
     summary = " ".join(about.split("\n\n")[0].split())
     lines = ["Metadata-Version: 2.1", f"Name: {package.replace('_', '-')}", f"Version: {version}"]

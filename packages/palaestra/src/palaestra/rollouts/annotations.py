@@ -106,11 +106,11 @@ def read_annotations(folder: Path) -> Judgements:
     """Return the judgements of the run in this folder. Raises `ConfigError` if the file cannot be read."""
     found = Judgements()
     for line in appended_lines(folder / ANNOTATIONS_NAME):
-        _take(found, line)
+        _add_line(found, line)
     return found
 
 
-def _take(found: Judgements, line: bytes) -> None:
+def _add_line(found: Judgements, line: bytes) -> None:
     try:
         said = _lines.decode(line)
     except UNREADABLE:

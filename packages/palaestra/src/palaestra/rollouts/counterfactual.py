@@ -221,7 +221,9 @@ class ContinuedTurns(RecordedTurns):
     def found_background(self) -> None:
         if not self._was_shared:
             super().found_background()
-        self._note(self.latest.turn, "a repeated call left a process in the background, whose state may differ")
+        self._note_difference(
+            self.latest.turn, "a repeated call left a process in the background, whose state may differ"
+        )
 
     @property
     def _was_shared(self) -> bool:
@@ -232,10 +234,12 @@ class ContinuedTurns(RecordedTurns):
             return super().match_observation(expected, text, call)
         if text != expected and (kind := classify(expected, text, asked=call)) not in HARMLESS:
             was, now = first_difference(expected, text)
-            self._note(self._events[self._at].turn, f"{call}: {was!r} was recorded, but it is {now!r} now ({kind})")
+            self._note_difference(
+                self._events[self._at].turn, f"{call}: {was!r} was recorded, but it is {now!r} now ({kind})"
+            )
         return expected
 
-    def _note(self, turn: int, what: str) -> None:
+    def _note_difference(self, turn: int, what: str) -> None:
         self._difference = self._difference or f"turn {turn}: {what}"
 
 
@@ -359,12 +363,12 @@ class _Reader:
                 if number > 1 and wanted not in line:
                     continue
                 try:
-                    self._take(_events.decode(line), journal)
+                    self._take_event(_events.decode(line), journal)
                 except UNREADABLE as error:
                     if line.endswith(b"\n"):
                         raise ConfigError(f"{journal}: line {number} is damaged: {error}") from None
 
-    def _take(self, event: AnyJournalEvent, journal: Path) -> None:
+    def _take_event(self, event: AnyJournalEvent, journal: Path) -> None:
         match event:
             case RunStarted(run_id=run_id, model=model, schema=schema):
                 check_schema(schema, journal)

@@ -125,7 +125,7 @@ class GroupRun:
         asked = self.task
         try:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
-            self.task = _checked(self.task)
+            self.task = _checked_task(self.task)
             if self.task.packages and not self.env.installs_packages:
                 raise TaskError(f"task {self.task.id}: only function environments install packages")
             changed = self._prompt_changed(asked)
@@ -149,7 +149,7 @@ class GroupRun:
         ended = GroupEnded(at=time.time(), group_id=group.group_id, number=group.number)
         ended.error, ended.blame = group.error, group.blame
         # Nothing waits for the ends of the slots and of the workspace: the next group begins meanwhile.
-        self._preparation.share()
+        self._preparation.leave_workspace()
         run.workspaces.finish_later(self._give_back())
         run.events.emit(ended)
         await run.events.journal.commit()
@@ -239,7 +239,7 @@ class GroupRun:
         assert self._kit is not None
         wanted, failure = self.run_context.settings.group_size, None
         try:
-            collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
+            collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play_next)
             collecting = self.env.collect(self.task, collection)
             count = await run_hook(TaskError, collecting, f"collecting {self.group.group_id}")
         except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
@@ -275,7 +275,7 @@ class GroupRun:
             self.reserved -= 1
             places.free(1)
 
-    async def _play(self) -> Rollout:
+    async def _play_next(self) -> Rollout:
         """Play the group's next rollout for an environment that collects the group, without recording its end."""
         index = next(self._play_numbers)
         rollout = await self._roll_out_one(index, recorded_later=True)
@@ -284,9 +284,9 @@ class GroupRun:
         return rollout
 
     async def _record_played(self, rollout: Rollout) -> None:
-        await self._end(self._write(RolloutEnded, rollout))
+        await self._record_end(self._write_record(RolloutEnded, rollout))
 
-    async def _end(self, event: RolloutEnded | AttemptDiscarded) -> None:
+    async def _record_end(self, event: RolloutEnded | AttemptDiscarded) -> None:
         """Add a rollout to the group, wait until its record is on the disk, and announce it."""
         self.group.trajectories.append(event.trajectory)
         await self.run_context.recorded_tools.commit()
@@ -334,7 +334,7 @@ class GroupRun:
         # The slots end while the record goes to the disk, and the group waits for both.
         self._releasing.append(asyncio.ensure_future(rollout.release()))
         del rollout  # its tools and ledger need not wait for the disk
-        await self._end(event)
+        await self._record_end(event)
         return None
 
     def _recorded(self, index: int) -> RecordedTurns | None:
@@ -391,12 +391,14 @@ class GroupRun:
         if recorded_later and not retried:
             return None
         try:
-            return self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
+            return self._write_record(AttemptDiscarded if retried else RolloutEnded, rollout)
         except BaseException:
             await rollout.release()
             raise
 
-    def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
+    def _write_record(
+        self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout
+    ) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
         the written event."""
         while True:
@@ -458,14 +460,14 @@ class Preparation:
             except (InfraError, TaskError) as error:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self._task.id, error)
 
-    def share(self) -> None:
+    def leave_workspace(self) -> None:
         """Leave the workspace to the groups that share it, if any do."""
         if self.snapshot is not None and self._shared is not None:
             self._shared[self._task.id], self.snapshot = self.snapshot, None
 
     async def aclose(self) -> None:
         """Leave the workspace to the groups that share it, or drop it."""
-        self.share()
+        self.leave_workspace()
         if self.snapshot is not None:
             await self._run.workspaces.pool.snapshots.forget(self.snapshot)
 
@@ -493,11 +495,11 @@ class Preparation:
         stages = Stages(self._group.group_id, run.events.alive, run.settings.idle_limits)
         async with stages.watched():
             if recipe is None or prepared is None:
-                return await self._make(stages)
+                return await self._make_snapshot(stages)
             with stages.stage("store"):
-                taken = await prepared().take(recipe, partial(self._make, stages))
+                taken = await prepared().take(recipe, partial(self._make_snapshot, stages))
             self._group.from_store = taken.found
-            # If it was not found, `_make` has counted the time already.
+            # If it was not found, `_make_snapshot` has counted the time already.
             if taken.found:
                 self._group.prepare_s += round(stages.seconds["store"], 6)
             return taken.snapshot
@@ -519,7 +521,7 @@ class Preparation:
         version = json.dumps(declared, sort_keys=True)
         return True, Recipe(spec, (*files, *setup), version, f"{self._env.name} {task.id}")
 
-    async def _make(self, stages: Stages) -> Snapshot:
+    async def _make_snapshot(self, stages: Stages) -> Snapshot:
         key, base = self._env.shared_setup(self._task), None
         more = key is not None or self._task.setup or self._env.has_own_preparation(self._task)
         if self._task.files and not more and (composed := await self._composed(stages)) is not None:
@@ -613,7 +615,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _checked(task: Task) -> Task:
+def _checked_task(task: Task) -> Task:
     """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
     for name, kinds in _KINDS.items():
         value = getattr(task, name)

@@ -211,7 +211,7 @@ class _Play:
             in_slot = _assignment(prompt, address.at(f"http://127.0.0.1:{slot_port}"))
             if isinstance(program, HostedAgent):
                 try:
-                    return await self._wait(self._hosted(program, slot, _assignment(prompt, address), in_slot))
+                    return await self._wait_for_end(self._hosted(program, slot, _assignment(prompt, address), in_slot))
                 finally:
                     self._conversations.end()
             launch = program.launch(in_slot)
@@ -220,7 +220,7 @@ class _Play:
                 await slot.write_text(path, text)
             process = await slot.spawn(launch.command, env=launch.env, stdin=False)
             try:
-                return await self._wait(self._exit_code(process), self._log_output(process))
+                return await self._wait_for_end(self._exit_code(process), self._log_output(process))
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
                     # A program that reached a limit is scored, so it gets time to write its files. One that ended by
@@ -249,7 +249,7 @@ class _Play:
             return 1
         return 0
 
-    async def _wait(
+    async def _wait_for_end(
         self, work: Coroutine[None, None, int | None], output: Coroutine[None, None, None] | None = None
     ) -> int | None:
         """Wait until the program ends, a limit is reached, or a tool or the model server fails. Returns the exit status
@@ -303,7 +303,7 @@ class _Play:
         self._calls += 1
         self._tools.answered(conversation)
         self._usage.add(call.prompt_tokens, call.completion_tokens)
-        self._rollout.log.record(_turn(self._calls, call), [conversation.messages[-1]])
+        self._rollout.log.record(_turn_of(self._calls, call), [conversation.messages[-1]])
 
     def _ending(self, exit_code: int | None) -> tuple[Outcome, str, Blame | None]:
         failed = self._conversations.failure is not None or self._tools.failure is not None
@@ -427,7 +427,7 @@ def _conversation_result(own: RecordedConversation | None, opening: list[Message
     return AgentResult(
         messages=own.messages,
         turns_used=len(own.calls),
-        turns=[_turn(number, call) for number, call in enumerate(own.calls, 1)],
+        turns=[_turn_of(number, call) for number, call in enumerate(own.calls, 1)],
         reasoning_per_turn=[None] * len(own.calls),
         tool_calls_attempted=sum(call.attempted for call in own.calls),
         tool_calls_schema_valid=sum(call.attempted for call in own.calls),
@@ -435,7 +435,7 @@ def _conversation_result(own: RecordedConversation | None, opening: list[Message
     )
 
 
-def _turn(number: int, call: AnsweredCall) -> Turn:
+def _turn_of(number: int, call: AnsweredCall) -> Turn:
     return Turn(
         number, call.finish_reason, call.prompt_tokens, call.completion_tokens, call.seconds, 0.0, call.tool_names
     )

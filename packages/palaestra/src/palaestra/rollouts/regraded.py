@@ -48,7 +48,7 @@ def write_grades(folder: Path, grades: Iterable[Grade]) -> None:
     `DiskError`."""
     found, path = read_grades(folder), folder / GRADES_NAME
     for grade in grades:
-        _put(found, grade)
+        _keep_grade(found, grade)
     with writing(path), replaced(path) as file:
         file.writelines(encoded(each) + b"\n" for each in found.values())
 
@@ -63,11 +63,11 @@ def read_grades(folder: Path) -> dict[str, Grade]:
         except UNREADABLE:
             continue
         if grade.schema == GRADE_SCHEMA:
-            _put(found, grade)
+            _keep_grade(found, grade)
     return found
 
 
-def _put(found: dict[str, Grade], grade: Grade) -> None:
+def _keep_grade(found: dict[str, Grade], grade: Grade) -> None:
     earlier = found.get(grade.rollout_id)
     if grade.reward is None and earlier is not None:
         grade = msgspec.structs.replace(earlier, error=grade.error)

@@ -158,7 +158,7 @@ class Runner:
         async with asyncio.TaskGroup() as groups:
             while True:
                 await places.reserve(size)
-                if (taken := await self._take()) is None:
+                if (taken := await self._take_task()) is None:
                     return
                 groups.create_task(self.roll_out(*taken, places=places), name=f"group-{taken[0]}")
 
@@ -201,15 +201,15 @@ class Runner:
         self.on_group(group)
         self.run_context.events.announce(GroupFinished(group, kept))
 
-    async def _take(self) -> Numbered | None:
+    async def _take_task(self) -> Numbered | None:
         """Return the next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
         if self.gate is not None and not await self.gate():
             return None
-        while (taken := await self._next()) is not None and self._is_finished(*taken):
+        while (taken := await self._next_task()) is not None and self._is_finished(*taken):
             pass
         return taken
 
-    async def _next(self) -> Numbered | None:
+    async def _next_task(self) -> Numbered | None:
         try:
             return await anext(self._tasks, None)
         except PalaestraError as error:  # no more tasks follow; the groups in flight finish

@@ -191,7 +191,7 @@ class TurnLog:
         known = known or (recorded is not None and not recorded.caught_up)
         reply = _Reply(call.messages, count, completion, known)
         if call.branch:
-            self._note(call.branch, reply)
+            self._write_reply(call.branch, reply)
         else:
             self._own = reply
         return completion
@@ -199,7 +199,7 @@ class TurnLog:
     def note_reply(self) -> None:
         """Write the rollout's own reply before its turn has ended, because another model is asked meanwhile."""
         if self._own is not None and not self._own.noted:
-            self._note(0, self._own)
+            self._write_reply(0, self._own)
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Write the messages that a turn added or, if `turn` is None, the opening messages. If this returns an
@@ -216,7 +216,7 @@ class TurnLog:
         self.take_inner_calls(taken.turn.number)
         if taken.known and turn is not None:
             return self._check_resumed(taken)
-        self._finish(taken)
+        self._finish_turn(taken)
         return None
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
@@ -231,12 +231,12 @@ class TurnLog:
         # each resume.
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
-        self._finish(taken)
+        self._finish_turn(taken)
 
-    def _finish(self, taken: TakenTurn) -> None:
+    def _finish_turn(self, taken: TakenTurn) -> None:
         if taken.turn.number:
             self._workspace.begin()
-        self._write(taken)
+        self._write_turn(taken)
         # Only after the turn is written, so that a resumed run continues after it. A turn without results ends the
         # rollout anyway.
         if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
@@ -263,7 +263,7 @@ class TurnLog:
             self.model_calls = dict(self._model_calls_kept)
         return taken
 
-    def _write(self, taken: TakenTurn) -> None:
+    def _write_turn(self, taken: TakenTurn) -> None:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
@@ -327,7 +327,7 @@ class TurnLog:
         """Count a question to a model whose reply the run had already."""
         self.model_calls[KNOWN_REPLIES] = self.model_calls.get(KNOWN_REPLIES, 0.0) + 1.0
 
-    def _note(self, branch: int, reply: _Reply) -> None:
+    def _write_reply(self, branch: int, reply: _Reply) -> None:
         """Write one reply of a turn that delegates work. The rollout's own reply is counted when its turn ends."""
         reply.noted = True
         recorded, sampled = self.recorded, self._sampled_since_note()

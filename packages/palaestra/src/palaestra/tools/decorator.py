@@ -56,13 +56,13 @@ def _documented(called: str, docstring: str | None, parameters: Collection[str])
     """
     lines = inspect.cleandoc(docstring or "").splitlines()
     starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
-    summary = _joined(lines[: starts[0]] if starts else lines)
+    summary = _joined_paragraphs(lines[: starts[0]] if starts else lines)
     if not summary:
         raise ConfigError(f"tool {called} needs a docstring: the model sees its first lines as the tool's description")
     told: dict[str, str] = {}
     for start, end in pairwise([*starts, len(lines)]):
         if lines[start].startswith(("Args", "Arguments", "Parameters")):
-            told |= _entries(lines[start + 1 : end])
+            told |= _section_entries(lines[start + 1 : end])
     for name in told:
         if name not in parameters:
             raise ConfigError(
@@ -71,7 +71,7 @@ def _documented(called: str, docstring: str | None, parameters: Collection[str])
     return summary, told
 
 
-def _entries(lines: list[str]) -> dict[str, str]:
+def _section_entries(lines: list[str]) -> dict[str, str]:
     body = inspect.cleandoc("\n" + "\n".join(lines)).splitlines()
     found: dict[str, list[str]] = {}
     current: list[str] = []
@@ -85,7 +85,7 @@ def _entries(lines: list[str]) -> dict[str, str]:
     return {name: " ".join(each).strip() for name, each in found.items()}
 
 
-def _joined(lines: list[str]) -> str:
+def _joined_paragraphs(lines: list[str]) -> str:
     """Return the text with the lines of each paragraph joined."""
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -233,7 +233,7 @@ def declare(
     context = {parameter: what for parameter, what in found.items() if what is not None}
     if external and "sandbox" in context.values():
         raise ConfigError(f"tool {called} is external, so it cannot have a sandbox parameter")
-    arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
+    arguments = _arguments_model(called, [each for each in parameters.values() if each.name not in context], told)
     return TypedTool(
         function=function,
         schema=replace(_schema(called, summary, arguments), external=external),
@@ -269,7 +269,7 @@ def _context_of(parameter: inspect.Parameter, of_environment: bool, state_type: 
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 
-def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
+def _arguments_model(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
     """Return the pydantic model of the arguments. Its fields are numbered, because a parameter may be called
     `schema` or `_x`."""
     fields: dict[str, Any] = {}

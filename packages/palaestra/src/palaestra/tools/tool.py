@@ -397,13 +397,13 @@ async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
     """Run a tool in a separate asyncio task. The arguments must fit the tool's schema. A failure of the tool is an
     outcome. Raises `PalaestraError`."""
     try:
-        return await foreign(_outcome(tool, arguments, run))
+        return await foreign(_checked_outcome(tool, arguments, run))
     except ForeignError as error:
         logger.warning("tool %s failed in task %s", tool.name, run.task_id, exc_info=True)
         return ToolOutcome.refused(f"Tool execution failed: {error}")
 
 
-async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
+async def _checked_outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
     try:
         if (reason := tool.missing_in(replayed=run.replayed)) is not None:
             return ToolOutcome.refused(f"{tool.name} cannot be used here: {reason}")

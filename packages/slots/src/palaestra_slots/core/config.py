@@ -427,7 +427,7 @@ def _explain(
         written = spelled.get(name, ".".join(path)) or model_type.__name__
         # The input of a mistake without a path, or in nested settings, is all of them, secrets included.
         unseen = mistake["type"] == "missing" or not path or _has_settings(mistake["input"])
-        given = "" if unseen else f" {_short(name, mistake['input'])}"
+        given = "" if unseen else f" {_value_text(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")
     # Pydantic reports a mistake once for each member of a union.
     return "\n".join(dict.fromkeys(lines))
@@ -438,7 +438,7 @@ def _has_settings(value: JSON) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list) and any(map(_has_settings, value)))
 
 
-def _short(name: str, value: JSON) -> str:
+def _value_text(name: str, value: JSON) -> str:
     """Return the value as text for a message: shortened, or hidden if it is a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -220,7 +220,7 @@ async def ended_by_second_interrupt(work: Awaitable[T], patience_s: float = 5.0)
         return await work
     before, count = signal.getsignal(signal.SIGINT), 0
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def count_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal count
         count += 1
         if count == 2:
@@ -231,7 +231,7 @@ async def ended_by_second_interrupt(work: Awaitable[T], patience_s: float = 5.0)
         if callable(before):
             before(number, frame)
 
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, count_interrupt)
     try:
         return await work
     finally:

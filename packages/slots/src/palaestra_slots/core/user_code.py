@@ -325,7 +325,7 @@ def _checked_number(value: object, what: str, doing: str) -> float:
     found = number(value)
     if found is None or not abs(found) <= HIGHEST_REWARD:  # the comparison is also false for NaN
         raise GraderError(
-            f"{doing} returned {_short(value)}, which is not {what}: {what} is a finite number of at most "
+            f"{doing} returned {_value_text(value)}, which is not {what}: {what} is a finite number of at most "
             f"{HIGHEST_REWARD:g} in absolute value"
         )
     return found
@@ -340,5 +340,5 @@ def _is_label(label: object) -> bool:
     )
 
 
-def _short(value: object) -> str:
+def _value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"

@@ -383,7 +383,7 @@ def _instructions(text: str, *, heredocs: bool = True) -> Iterator[Instruction]:
     number = 0
     while number < len(lines):
         start = number
-        joined, number = _joined(lines, number, r"(?<!\\)\\[ \t]*$" if heredocs else r"\\[ \t]*$")
+        joined, number = _read_instruction(lines, number, r"(?<!\\)\\[ \t]*$" if heredocs else r"\\[ \t]*$")
         if not joined:
             continue
         name, arguments = [*joined.split(None, 1), ""][:2]
@@ -411,7 +411,7 @@ def _begun(each: Instruction, line: str) -> Iterator[tuple[str, bool, bool]]:
             yield names[0], bool(found[1]), names[0] != found[2]
 
 
-def _joined(lines: list[str], number: int, continued: str) -> tuple[str, int]:
+def _read_instruction(lines: list[str], number: int, continued: str) -> tuple[str, int]:
     """Return the instruction that starts at a line, without comments and continuations, and the number of the next
     line. A line that the pattern `continued` matches goes on in the next one."""
     parts: list[str] = []

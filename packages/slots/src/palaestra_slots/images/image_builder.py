@@ -64,7 +64,7 @@ class ImageBuilder:
         archive = self._folder / f"{key}.tar"
         async with file_lock(self._folder / f"{key}.lock", timeout_s=recipe.build_timeout_s + _EXPORT_S):
             if self.force or not archive.is_file() or not _config_path(archive).is_file():
-                await self._make(tool, recipe, f"palaestra-task:{key}", archive)
+                await self._make_archive(tool, recipe, f"palaestra-task:{key}", archive)
         return archive, read_config(archive)
 
     async def _found(self, recipe: ImageRecipe) -> list[str]:
@@ -90,7 +90,7 @@ class ImageBuilder:
             f"with --env.base_image host, or give a prebuilt root file system with --env.image_dir"
         )
 
-    async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
+    async def _make_archive(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
         image = await self._prebuilt(tool, recipe)
         if image is None:
             image = tag

@@ -74,15 +74,15 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | Non
     numbers = {each.name: number for number, each in enumerate(stages)}
     built: dict[int, Slot] = {}
 
-    def source(each: Instruction) -> Slot:
+    def stage_slot(each: Instruction) -> Slot:
         return built[stage_number(each, numbers)]
 
     async with AsyncExitStack() as opened:
         wanted = needed(stages)
         built |= {number: await opened.enter_async_context(slot.fork()) for number, _ in wanted}
         for number, stage in wanted:
-            await _build(built[number], stage, recipe, base or ImageConfig(), source)
-        return await _build(slot, stages[-1], recipe, base or ImageConfig(), source)
+            await _build(built[number], stage, recipe, base or ImageConfig(), stage_slot)
+        return await _build(slot, stages[-1], recipe, base or ImageConfig(), stage_slot)
 
 
 async def _build(

@@ -66,14 +66,14 @@ def check_links(folder: Path) -> None:
     for place, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(place, name)
-            if path.is_symlink() and not _inside(path, root):
+            if path.is_symlink() and not _leads_inside(path, root):
                 raise TaskError(f"{path.relative_to(root)} is a symbolic link that points outside the task's folder")
         if Path(place) == root and "environment" in folders:
             # `os.walk` does not enter what is removed from its list.
             folders.remove("environment")
 
 
-def _inside(link: Path, root: Path) -> bool:
+def _leads_inside(link: Path, root: Path) -> bool:
     try:
         return link.resolve().is_relative_to(root)
     except (OSError, RuntimeError):  # a loop of links

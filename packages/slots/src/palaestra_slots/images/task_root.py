@@ -78,7 +78,7 @@ class TaskRoots:
         """Return the root file system for the task `name`. Raises `TaskError` or `ImageError`."""
         ready = self.ready(name)
         if ready is not None:
-            return TaskRoot(str(ready), _described(ready, recipe))
+            return TaskRoot(str(ready), _prebuilt_config(ready, recipe))
         if self.base_image is not None:
             return await self._over_base(recipe, self.base_image)
         layout = await self._pulled(recipe)
@@ -147,7 +147,7 @@ def _of_host() -> ImageConfig:
     return ImageConfig({} if path == DEFAULT_PATH else {"PATH": path})
 
 
-def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
+def _prebuilt_config(image: Path, recipe: ImageRecipe) -> ImageConfig:
     """Return the configuration of a prebuilt root file system: from the JSON file next to it, or else as the image
     itself states it, or else from the task's Dockerfile, or else the default one."""
     known = known_config(image)

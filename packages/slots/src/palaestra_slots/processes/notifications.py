@@ -111,17 +111,17 @@ class Follower:
         while (status := await session.refresh()).running or self._cursor < status.output_total_bytes:
             ends = [end for end in (deadline, check if self._watch.interval_s else None) if end is not None]
             left = min([end - self._clock.monotonic() for end in ends], default=_LONGEST_WAIT_S)
-            await self._read(max(0.0, min(left, _LONGEST_WAIT_S)) if status.running else 0.0)
+            await self._read_output(max(0.0, min(left, _LONGEST_WAIT_S)) if status.running else 0.0)
             if self._watch.interval_s and self._clock.monotonic() >= check:
                 check = self._clock.monotonic() + self._watch.interval_s
                 self._add_progress()
             if deadline is not None and status.running and self._clock.monotonic() >= deadline:
                 session.status = await session.reach().kill(KILL_GRACE_S)
                 session.notices.add(f"killed after its time limit of {self._watch.lifetime_s:g}s")
-        self._take("", last=True)
-        self._end(status)
+        self._search_lines("", last=True)
+        self._report_exit(status)
 
-    async def _read(self, wait_s: float) -> None:
+    async def _read_output(self, wait_s: float) -> None:
         piece = await self._session.reach().read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             # What comes after a gap does not continue the line before it.
@@ -131,9 +131,9 @@ class Follower:
         text, held = readable(data, more=True)
         self._cursor, self._rest = piece.end, data[len(data) - held :] if held else b""
         self._session.followed = piece.end - held
-        self._take(text)
+        self._search_lines(text)
 
-    def _take(self, text: str, last: bool = False) -> None:
+    def _search_lines(self, text: str, last: bool = False) -> None:
         """Search the lines that `text` completes. If `last` is true, also search the unfinished line."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")
@@ -166,7 +166,7 @@ class Follower:
             self._add_notice("progress", self._since)
             self._since = ""
 
-    def _end(self, status: ProcessStatus) -> None:
+    def _report_exit(self, status: ProcessStatus) -> None:
         if counted := self._not_reported():
             self._add_notice("watch_match", counted.strip(" ()"))
         if self._watch.on_exit or self._watch.interval_s:

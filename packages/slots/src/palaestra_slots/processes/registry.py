@@ -91,7 +91,7 @@ class SessionTable:
         if self._path is None:
             return []
         running = {slot.slot_id: {each.process_id: each for each in await slot.processes()} for slot in slots}
-        found = [await _recovered(record, running) for record in _read(self._path)]
+        found = [await _recovered(record, running) for record in _read_records(self._path)]
         return [session for session in found if session.id not in self._all]
 
     def of(self, task_id: str | None) -> Iterator[ProcessSession]:
@@ -157,7 +157,7 @@ class SessionTable:
     def save(self) -> None:
         """Write the checkpoint, if there is a file for it. Raises `OSError`."""
         if self._path is not None:
-            sessions = [_record(session) for session in self._all.values()]
+            sessions = [_session_record(session) for session in self._all.values()]
             unfinished = self._path.with_name(self._path.name + ".part")
             self._path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)  # an existing file may be another user's link or readable by others
@@ -400,14 +400,14 @@ def living() -> list[ProcessRegistry]:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
 
-def _record(session: ProcessSession) -> dict[str, JSON]:
+def _session_record(session: ProcessSession) -> dict[str, JSON]:
     record: dict[str, JSON] = {name: getattr(session, name) for name in _KEPT}
     watch = {item.name: getattr(session.watch, item.name) for item in fields(Watch)}
     watch["address"] = dict(session.watch.address)
     return {**record, "status": asdict(session.status), "watch": watch}
 
 
-def _read(path: Path) -> list[dict[str, JSON]]:
+def _read_records(path: Path) -> list[dict[str, JSON]]:
     """Return the session records of a checkpoint, or [] if there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -217,7 +217,7 @@ class ProcessSession:
         `offset` lines; otherwise, they are the last `limit` lines."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
-        lines = _lines(kept.text)
+        lines = _printed_lines(kept.text)
         first = max(0, len(lines) - limit) if offset <= 0 else min(offset, len(lines))
         shown = [head_within(line, MAX_REPLY_CHARS) for line in lines[first : first + limit]]
         if offset <= 0:
@@ -343,7 +343,7 @@ def _full_output(status: ProcessStatus) -> Reply:
     return {"full_output_path": status.full_output_path, "full_output_bytes": status.full_output_bytes}
 
 
-def _lines(text: str) -> list[str]:
+def _printed_lines(text: str) -> list[str]:
     """Return the lines of a text. A line may be written anew after a carriage return, as progress bars do it; in a
     terminal, shells move the cursor to the beginning of each new line as well."""
     return re.split(r"\r?\n\r*|\r", text.rstrip("\r").removesuffix("\n")) if text else []

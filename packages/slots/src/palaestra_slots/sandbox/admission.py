@@ -99,9 +99,9 @@ def available_memory() -> int:
 
     Sources: proc_meminfo(5); the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
     """
-    found = int(_read("/proc/meminfo").partition("MemAvailable:")[2].split(None, 1)[0]) << 10
+    found = int(_read_short_file("/proc/meminfo").partition("MemAvailable:")[2].split(None, 1)[0]) << 10
     try:
-        groups = _memory_groups(_read("/proc/self/cgroup"))
+        groups = _memory_groups(_read_short_file("/proc/self/cgroup"))
     except OSError:
         return found
     return min([found, *(left for group in groups if (left := _left_in(group)) is not None)])
@@ -130,17 +130,17 @@ def _left_in(group: str) -> int | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "\ntotal_inactive_file "),
     ):
         try:
-            most = _read(f"{group}/{limit}").strip()
+            most = _read_short_file(f"{group}/{limit}").strip()
             if most == "max" or int(most) >= _UNLIMITED_BYTES:
                 continue
-            now, figures = int(_read(f"{group}/{used}")), f"\n{_read(f'{group}/memory.stat')}"
+            now, figures = int(_read_short_file(f"{group}/{used}")), f"\n{_read_short_file(f'{group}/memory.stat')}"
             return max(0, int(most) - now + int(figures.partition(cache)[2].partition("\n")[0] or 0))
         except (OSError, ValueError):
             continue
     return None
 
 
-def _read(path: str) -> str:
+def _read_short_file(path: str) -> str:
     """Return a short file. Each new slot reads several, and `Path.read_text` would take three times as long."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -34,7 +34,7 @@ async def read(
 ) -> dict[str, JSON]:
     """Return the beginning of a file, up to `max_bytes` bytes (default: `MAX_BYTES`). A file of more than 64 MiB is
     refused."""
-    target, info = await _found(slot, path)
+    target, info = await _resolved_entry(slot, path)
     if info.kind != "file":
         raise IsADirectoryError(errno.EISDIR, "not a regular file", path)
     whole = await slot.read_bytes(target, max_bytes=MAX_FILE_BYTES)
@@ -57,7 +57,7 @@ async def entries(
 ) -> dict[str, JSON]:
     """Return up to `max_entries` entries of a directory; those of each directory are sorted. A link is listed as an
     entry and is not followed."""
-    target, info = await _found(slot, path)
+    target, info = await _resolved_entry(slot, path)
     if info.kind != "dir":
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
     most = MAX_ENTRIES if max_entries is None else max_entries
@@ -85,7 +85,7 @@ async def archive(
     An archive of more than `max_bytes` bytes (default: `MAX_BYTES`) or `max_entries` entries (default: `MAX_ENTRIES`)
     is refused.
     """
-    target, info = await _found(slot, path)
+    target, info = await _resolved_entry(slot, path)
     most = MAX_BYTES if max_bytes is None else max_bytes
     most_entries = MAX_ENTRIES if max_entries is None else max_entries
     top = target if info.kind == "dir" else posixpath.dirname(target)
@@ -132,7 +132,7 @@ def message(error: OSError | ValueError) -> str:
     return str(error)
 
 
-async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
+async def _resolved_entry(slot: Slot, path: str) -> tuple[str, FileInfo]:
     """Return the path and the entry that `path` leads to in the workspace. Links are followed. A link that leads out of
     the workspace raises PermissionError."""
     if not path or "\0" in path:

@@ -332,7 +332,7 @@ class SlotLeases:
         """Return the lease of a slot, or None if it has ended."""
         return self._held.get(slot.epoch)
 
-    async def shell(self, slot: Slot) -> Shell:
+    async def stateful_shell(self, slot: Slot) -> Shell:
         """Return the slot's stateful shell, opening it on first use."""
         shell = self._shells.get(slot.epoch)
         if shell is None:
@@ -630,7 +630,9 @@ class SlotPool:
         # Imported here, because rollouts have tools of their own.
         from palaestra_slots.sandbox.slot_tools import run_slot_tool
 
-        return await run_slot_tool(slot, lambda: self.leases.shell(slot), tool, args, timeout or self.default_timeout_s)
+        return await run_slot_tool(
+            slot, lambda: self.leases.stateful_shell(slot), tool, args, timeout or self.default_timeout_s
+        )
 
     async def execute_batch(
         self,
@@ -646,13 +648,13 @@ class SlotPool:
 
         timeout = timeout_s if timeout is None else timeout
 
-        async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
+        async def execute_request(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
             try:
                 return await self.execute(slot, tool, args, timeout)
             except InfraError as error:
                 return tool_result(error=f"{type(error).__name__}: {error}")
 
-        return list(await asyncio.gather(*(one(*request) for request in requests)))
+        return list(await asyncio.gather(*(execute_request(*request) for request in requests)))
 
     async def read_artifact(
         self,

@@ -87,36 +87,36 @@ class _Forward:
                     break
                 payload = bytes(buffer[_HEAD.size : _HEAD.size + length])
                 del buffer[: _HEAD.size + length]
-                await self._take(kind, number, payload)
+                await self._take_message(kind, number, payload)
 
     async def aclose(self) -> None:
         """Close all connections."""
         tasks = list(self._tasks.values())
         await end_tasks(*tasks)
 
-    async def _take(self, kind: bytes, number: int, payload: bytes) -> None:
+    async def _take_message(self, kind: bytes, number: int, payload: bytes) -> None:
         if kind == b"p":
             self.slot_port = number
             self.listening.set()
         elif kind == b"o":
-            await self._open(number)
+            await self._open_connection(number)
         elif kind == b"c":
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
         else:
             await self._pass_on(number, payload)
             # Only now, because this is what opens the relay's window again.
-            await self._send(_HEAD.pack(b"a", 0, len(payload)))
+            await self._send_to_relay(_HEAD.pack(b"a", 0, len(payload)))
 
-    async def _open(self, number: int) -> None:
+    async def _open_connection(self, number: int) -> None:
         # An agent that writes to the relay's output can name a connection twice.
         if len(self._tasks) >= self._most or number in self._tasks:
-            await self._send(_HEAD.pack(b"c", number, 0))
+            await self._send_to_relay(_HEAD.pack(b"c", number, 0))
             return
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port)
         except OSError:
-            await self._send(_HEAD.pack(b"c", number, 0))
+            await self._send_to_relay(_HEAD.pack(b"c", number, 0))
             return
         self._writers[number] = writer
         self._tasks[number] = asyncio.create_task(self._copy(number, reader, writer))
@@ -136,16 +136,16 @@ class _Forward:
     async def _copy(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(1 << 16):
-                await self._send(_HEAD.pack(b"d", number, len(data)) + data)
+                await self._send_to_relay(_HEAD.pack(b"d", number, len(data)) + data)
         except OSError:
             pass
         finally:
             del self._writers[number], self._tasks[number]
             writer.close()
             with contextlib.suppress(OSError, SandboxError, ProcessLookupError):
-                await asyncio.shield(self._send(_HEAD.pack(b"c", number, 0)))
+                await asyncio.shield(self._send_to_relay(_HEAD.pack(b"c", number, 0)))
 
-    async def _send(self, data: bytes) -> None:
+    async def _send_to_relay(self, data: bytes) -> None:
         """Write to the relay; does nothing if the relay has ended."""
         async with self._sending:
             with contextlib.suppress(BrokenPipeError, ProcessLookupError):

@@ -214,7 +214,7 @@ class ServerBackend(StartedBackend):
         If the slot shares the machine's network, a warning is logged; raises `IsolationUnavailable` instead if
         `require` was given.
         """
-        self._check(spec, snapshot)
+        self._check_spec(spec, snapshot)
         fields: dict[str, JSON] = {
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -238,7 +238,7 @@ class ServerBackend(StartedBackend):
             _warn_once(shared)
         return self._register_slot(server, requests, made, spec, trajectory_id)
 
-    def _check(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
+    def _check_spec(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
         """Raise `ConfigError` if the backend cannot make such a slot at its level."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
@@ -274,7 +274,7 @@ class ServerBackend(StartedBackend):
         """End the slot and its processes (a pidfd proves that they are gone), and return a snapshot whose topmost layer
         is the slot's changes, limited to `view`."""
         ours = self._local_slot(slot)
-        fields = {**ours.lease(), "view": _view(view)}
+        fields = {**ours.lease(), "view": _view_fields(view)}
         # Before the request, so that no call of the holder reaches a slot that is being sealed.
         ours.release()
         self._slots.pop(ours.epoch, None)
@@ -305,7 +305,7 @@ class ServerBackend(StartedBackend):
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
         link for each file in the topmost layer, or copies the layer to memory if it was loaded from disk."""
-        fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
+        fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view_fields(view)}
         return snapshot_of(await self._running_server().make("view", fields, forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
@@ -473,7 +473,7 @@ def _asked_for(spec: SlotSpec) -> dict[str, JSON]:
     return fields
 
 
-def _view(view: View | None) -> JSON:
+def _view_fields(view: View | None) -> JSON:
     return None if view is None else {"only": list(view.only), "without": list(view.without)}
 
 

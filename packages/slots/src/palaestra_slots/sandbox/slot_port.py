@@ -102,7 +102,7 @@ async def _copied(
         # Errors of the program are kept out of the data. With `hold`, the slot drops nothing if this process reads
         # slowly.
         process = await slot.spawn(argv, cwd="/", stderr=True, hold=True)
-        sending = asyncio.create_task(_send(reader, process))
+        sending = asyncio.create_task(_send_input(reader, process))
         left = MOST_BYTES
         async for piece in process.output():
             if len(piece.data) > left:
@@ -125,7 +125,7 @@ async def _copied(
                 await asyncio.shield(process.forget())
 
 
-async def _send(reader: asyncio.StreamReader, process: Process) -> None:
+async def _send_input(reader: asyncio.StreamReader, process: Process) -> None:
     with contextlib.suppress(OSError, SandboxError):
         while data := await reader.read(_PIECE):
             await process.write(data)

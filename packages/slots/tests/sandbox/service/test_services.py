@@ -72,7 +72,7 @@ def test_slots_stay_and_are_found_again(place: Path, rung: Rung) -> None:
             fork = await second.create(SlotSpec(), "fork", sealed)
             assert await fork.read_text("f") == "kept\n"
             await second.end()
-        assert await services.look(services.socket_path("test", place)) is None
+        assert await services.service_state(services.socket_path("test", place)) is None
 
     running(body)
 
@@ -242,7 +242,7 @@ def test_one_client_at_a_time(place: Path) -> None:
         async with backend(place) as first:
             with pytest.raises(IsolationUnavailable, match="another process is attached"):
                 await backend(place).start()
-            seen = await services.look(services.socket_path("test", place))
+            seen = await services.service_state(services.socket_path("test", place))
             assert seen is not None
             assert (seen.attached, seen.leases, seen.rung) == (True, (), "userns")
             await first.end()

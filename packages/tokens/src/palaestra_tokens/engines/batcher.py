@@ -47,7 +47,7 @@ class _Request:
         return "length" if len(self.ids) >= self.most else ""
 
     def finish(self, reason: str, version: str) -> None:
-        _answer(self.answer, Sampled(self.ids, self.logprobs, reason, version))
+        _set_result(self.answer, Sampled(self.ids, self.logprobs, reason, version))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Batcher:
         """Request up to `most` tokens. Sampling stops early after a stop token, or when `ended` returns True for the
         tokens sampled so far. Cancelling the future cancels the request."""
         request = _Request(prompt, sampling, most, Future(), ended)
-        self._send(request)
+        self._queue_message(request)
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
@@ -115,7 +115,7 @@ class Batcher:
         """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and
         their tokens so far; waiting requests are sampled with the new weights."""
         message = _NewWeights(load, version, Future())
-        self._send(message)
+        self._queue_message(message)
         return message.answer
 
     def close(self) -> None:
@@ -123,13 +123,13 @@ class Batcher:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._thread.ident is not None:
-            # `_send` reads `_closed` under the same lock, so nothing follows this
+            # `_queue_message` reads `_closed` under the same lock, so nothing follows this
             # message, and `_drain` answers what precedes it.
             self._inbox.put(_End())
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _send(self, message: _Request | _NewWeights) -> None:
+    def _queue_message(self, message: _Request | _NewWeights) -> None:
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("The engine is closed.")
@@ -141,11 +141,11 @@ class Batcher:
         try:
             decoder = self._make()
         except BaseException as error:  # whoever waits for `ready` gets every kind of error
-            _fail(self.ready, error)
+            _set_exception(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return
-        _answer(self.ready, None)
-        while self._receive(decoder):
+        _set_result(self.ready, None)
+        while self._take_messages(decoder):
             try:
                 self._admit(decoder)
                 if self._rows:
@@ -154,7 +154,7 @@ class Batcher:
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
-    def _receive(self, decoder: TorchDecoder) -> bool:
+    def _take_messages(self, decoder: TorchDecoder) -> bool:
         """Take all messages from the queue; wait only if there is no other work. Returns False once the thread must
         end."""
         idle = not self._rows and not self._waiting
@@ -205,15 +205,15 @@ class Batcher:
         try:
             message.load(decoder)
         except Exception as error:
-            _fail(message.answer, error)
+            _set_exception(message.answer, error)
             return
         self.version = message.version
-        _answer(message.answer, None)
+        _set_result(message.answer, None)
 
     def _fail_rows(self, decoder: TorchDecoder, error: Exception) -> None:
         rows, self._rows = self._rows, []
         for request in rows:
-            _fail(request.answer, error)
+            _set_exception(request.answer, error)
         # A step that failed may have consumed the last tokens already
         # (`TorchDecoder._advance`), so no row can continue.
         decoder.keep([])
@@ -227,14 +227,14 @@ class Batcher:
             messages.append(self._inbox.get())
         for message in messages:
             if not isinstance(message, _End):
-                _fail(message.answer, error)
+                _set_exception(message.answer, error)
 
 
-def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
+def _set_result(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
     with suppress(InvalidStateError):  # cancelled in the meantime
         future.set_result(value)  # type: ignore[arg-type]
 
 
-def _fail(future: Future[Sampled] | Future[None], error: BaseException) -> None:
+def _set_exception(future: Future[Sampled] | Future[None], error: BaseException) -> None:
     with suppress(InvalidStateError):
         future.set_exception(error)

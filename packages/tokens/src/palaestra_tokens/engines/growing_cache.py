@@ -49,7 +49,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
         are padded on the left."""
         length = max(keys.shape[2] for keys, _ in parts)
         room = max(coming, LEAST_ROOM, length // 4)
-        self._rooms = [_joined([part[which] for part in parts], length, room) for which in (0, 1)]
+        self._rooms = [_padded_batch([part[which] for part in parts], length, room) for which in (0, 1)]
         self._first = 0
         self._show(sum(len(keys) for keys, _ in parts), length)
 
@@ -62,7 +62,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
             return
         self._show(all_rows, length)
         for view, part in ((self.keys, keys), (self.values, values)):
-            view[rows:, :, :start] = 0  # as in `_joined`
+            view[rows:, :, :start] = 0  # as in `_padded_batch`
             view[rows:, :, start:] = part
 
     def shrink(self, moved: Mapping[int, int], rows: int, padding: int) -> None:
@@ -78,7 +78,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
         self.keys, self.values = (room[:rows, :, self._first : self._first + length] for room in self._rooms)
 
 
-def _joined(parts: Sequence[torch.Tensor], length: int, room: int) -> torch.Tensor:
+def _padded_batch(parts: Sequence[torch.Tensor], length: int, room: int) -> torch.Tensor:
     first, rows = parts[0], sum(map(len, parts))
     made = first.new_empty((rows, first.shape[1], length + room, first.shape[3]))
     start = 0

@@ -55,7 +55,7 @@ class Sampling:
         left.pop("max_tokens", None)
         mode = left.pop("logprobs_mode", "raw_logprobs")
         if mode not in ("raw_logprobs", "processed_logprobs"):
-            raise _refused("logprobs_mode", mode, "raw_logprobs or processed_logprobs")
+            raise _invalid_setting("logprobs_mode", mode, "raw_logprobs or processed_logprobs")
         read = cls(
             max_tokens=max_tokens,
             temperature=_number_in_range("temperature", left.pop("temperature", 1.0), 0.0, 100.0),
@@ -66,9 +66,9 @@ class Sampling:
             processed_logprobs=mode == "processed_logprobs",
         )
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-            raise _refused("max_tokens", max_tokens, "a positive integer")
+            raise _invalid_setting("max_tokens", max_tokens, "a positive integer")
         if read.seed is not None and type(read.seed) is not int:
-            raise _refused("seed", read.seed, "an integer")
+            raise _invalid_setting("seed", read.seed, "an integer")
         # Clients also send settings that this engine lacks with the values that turn them off, which changes nothing.
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "", NEUTRAL.get(name, 0))]
         if idle:
@@ -84,9 +84,9 @@ class Sampling:
 
 def _number_in_range(name: str, value: JSON, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise _refused(name, value, f"a number from {least:g} to {most:g}")
+        raise _invalid_setting(name, value, f"a number from {least:g} to {most:g}")
     return value
 
 
-def _refused(name: str, value: JSON, wanted: str) -> EngineRefused:
+def _invalid_setting(name: str, value: JSON, wanted: str) -> EngineRefused:
     return EngineRefused(f"The sampling setting {name}={value!r} is not {wanted}.")

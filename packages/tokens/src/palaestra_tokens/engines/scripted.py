@@ -376,9 +376,9 @@ class ScriptedSession(ChatServer):
         if isinstance(self._policy, OraclePolicy):
             # A reference that calls a tool which the agent lacks is a mistake of the environment, and must not look
             # like failed work.
-            self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
+            self._check_act(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
-        message, finish_reason = _said(act, turn)
+        message, finish_reason = _scripted_reply(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([msgspec.to_builtins(message)])
         if isinstance(act, RecordedReply):
             # A replay has the cost of the recorded run, not of its scripted stand-in.
@@ -395,7 +395,7 @@ class ScriptedSession(ChatServer):
             ),
         )
 
-    def _check(self, act: Act, had: Collection[str] | None) -> None:
+    def _check_act(self, act: Act, had: Collection[str] | None) -> None:
         """Raise `TaskError` for a shell command of a solution if the agent has no `terminal`: otherwise the call would
         be answered like a model's mistake, and the solution scored as wrong without having run."""
         if had is None or isinstance(act, str | RecordedReply) or COMMANDS in had:
@@ -432,7 +432,7 @@ def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
     )
 
 
-def _said(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[AssistantMessage, str]:
+def _scripted_reply(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[AssistantMessage, str]:
     if isinstance(act, RecordedReply):
         return act.message, act.finish_reason or ("tool_calls" if act.message.tool_calls else "stop")
     if isinstance(act, str):

@@ -104,13 +104,13 @@ class TokenChat(ServerEngine):
         ids = self.tokenizer.encode(prompt)
         settings = {**sampling, **(extra_body or {})}
 
-        async def one(index: int) -> tuple[TextChoice, int]:
+        async def complete_choice(index: int) -> tuple[TextChoice, int]:
             pieces = await sample(self, Ledger().prompt(None, ids), settings, None, self._clock)
             said = [number for piece in pieces for number in piece.sampled.ids]
             text = self.tokenizer.decode(said, skip_special_tokens=True)
             return TextChoice(index=index, text=text, finish_reason=pieces[-1].sampled.finish_reason), len(said)
 
-        done = await asyncio.gather(*map(one, range(n)))
+        done = await asyncio.gather(*map(complete_choice, range(n)))
         sampled = sum(count for _, count in done)
         return TextCompletion(
             model=self.name,

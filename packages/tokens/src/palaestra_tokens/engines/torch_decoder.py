@@ -243,7 +243,7 @@ def sample(
     temperatures = [each.temperature or 1.0 for each in sampling]
     if any(each != 1.0 for each in temperatures) or any(each.top_k or each.top_p < 1.0 for each in sampling):
         scaled = logits / torch.tensor(temperatures, device=device)[:, None]
-        drawn_from = torch.log_softmax(_cut(scaled, sampling), dim=-1)
+        drawn_from = torch.log_softmax(_nucleus(scaled, sampling), dim=-1)
     # Double precision, because a sum over a large vocabulary in float32 visibly differs from 1. The random number is
     # scaled by the actual sum, so that it never lies beyond the last token.
     heaped = drawn_from.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -259,7 +259,7 @@ def sample(
     return ids, torch.where(processed, both[1].masked_fill(greedy, 0.0), both[0])
 
 
-def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+def _nucleus(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
     """Return `scaled[B, V]` with the tokens outside `top_k` and `top_p` at minus infinity."""
     import torch
 

@@ -148,8 +148,8 @@ def _converted(raw: bytes, source: str) -> ChatCompletion:
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise _not_a_reply(source, "it has no choices", raw)
         converted = {
-            "id": _text(value.get("id")) or "",
-            "model": _text(value.get("model")) or "",
+            "id": _text_or_none(value.get("id")) or "",
+            "model": _text_or_none(value.get("model")) or "",
             "choices": [_choice(choice, index) for index, choice in enumerate(choices)],
             "usage": _usage(value.get("usage")),
         }
@@ -172,15 +172,15 @@ def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:
     content, thinking = content_texts(message.get("content"))
     return {
         "index": index,
-        "finish_reason": _text(choice.get("finish_reason")),
+        "finish_reason": _text_or_none(choice.get("finish_reason")),
         "logprobs": choice.get("logprobs"),
         "message": {
             "content": content,
             "tool_calls": _tool_calls(message.get("tool_calls")),
-            "reasoning_content": _text(message.get("reasoning_content")) or thinking or None,
-            "reasoning": _text(message.get("reasoning")),
+            "reasoning_content": _text_or_none(message.get("reasoning_content")) or thinking or None,
+            "reasoning": _text_or_none(message.get("reasoning")),
             "reasoning_details": [d for d in details if isinstance(d, dict)] if isinstance(details, list) else None,
-            "refusal": _text(message.get("refusal")),
+            "refusal": _text_or_none(message.get("refusal")),
         },
     }
 
@@ -221,8 +221,8 @@ def _tool_call(call: JSON) -> dict[str, JSON]:
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else _dumped(arguments)
     return {
-        "id": _text(call.get("id")) or "",
-        "function": {"name": _text(function.get("name")) or "", "arguments": arguments},
+        "id": _text_or_none(call.get("id")) or "",
+        "function": {"name": _text_or_none(function.get("name")) or "", "arguments": arguments},
     }
 
 
@@ -233,7 +233,7 @@ def _usage(usage: JSON) -> dict[str, int] | None:
     return {name: int(usage[name]) for name in names if isinstance(usage.get(name), int | float)}
 
 
-def _text(value: JSON) -> str | None:
+def _text_or_none(value: JSON) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -294,7 +294,7 @@ def _plainer(message: Message, drop: Set[str], required: str | None) -> Message:
     if required is not None:
         message = _REQUIRED[required](message)
         calls = message.get("tool_calls")
-    if not calls or all(_is_object(_arguments(call)) for call in calls):
+    if not calls or all(_is_object(_call_arguments(call)) for call in calls):
         return message
     return {**message, "tool_calls": [_wrapped(call) for call in calls]}
 
@@ -321,13 +321,13 @@ def _signed(call: JSON) -> JSON:
 
 
 def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
-    arguments = _arguments(call)
+    arguments = _call_arguments(call)
     if _is_object(arguments):
         return call
     return {**call, "function": {**call["function"], "arguments": _dumped({"malformed": arguments})}}
 
 
-def _arguments(call: Mapping[str, JSON]) -> JSON:
+def _call_arguments(call: Mapping[str, JSON]) -> JSON:
     """Return a call's arguments. Anything that is not a call counts as one with an empty object, so that it is sent
     unchanged and the server may refuse it."""
     function = call.get("function") if isinstance(call, Mapping) else None

@@ -153,8 +153,8 @@ class _Call:
     extra: dict[str, JSON] = field(default_factory=dict)
 
     def take(self, call: dict[str, JSON]) -> None:
-        name, piece = _said(call)
-        self.id = self.id or _text(call.get("id"))
+        name, piece = _call_delta(call)
+        self.id = self.id or _text_or_empty(call.get("id"))
         _merge(self.extra, extra_of_call(call))
         self.name = name if name.startswith(self.name) else self.name + name
         if piece.lstrip().startswith("{") and self.whole is not None:
@@ -170,11 +170,11 @@ class _Call:
         # Only a piece that ends with a brace can complete an object. Parsing
         # after each piece would take quadratic time.
         last = next((piece for piece in reversed(self.arguments) if piece.strip()), "")
-        return _object("".join(self.arguments)) if last.rstrip().endswith("}") else None
+        return _json_object("".join(self.arguments)) if last.rstrip().endswith("}") else None
 
     def is_another(self, call: dict[str, JSON]) -> bool:
         """Return whether a delta with this call's index, or without an index, begins another call."""
-        (name, piece), id_ = _said(call), _text(call.get("id"))
+        (name, piece), id_ = _call_delta(call), _text_or_empty(call.get("id"))
         if not name:
             # Nothing of the same call can follow a whole object, except the object again.
             return bool(self.whole) and piece.lstrip().startswith("{") and not self._repeats(piece)
@@ -185,7 +185,7 @@ class _Call:
         return self.whole is not None and not same_id and (other_id or name != self.name or not self._repeats(piece))
 
     def _repeats(self, piece: str) -> bool:
-        return bool(self.whole) and _object(piece) == self.whole
+        return bool(self.whole) and _json_object(piece) == self.whole
 
     def as_message(self) -> dict[str, JSON]:
         function = {**self.extra.get("function", {}), "name": self.name, "arguments": "".join(self.arguments)}
@@ -208,8 +208,8 @@ class _ChoiceParts:
             delta = piece.get("message")  # from a server that sends the whole reply as one event
         delta = _as_object(delta)
         content, thinking = content_texts(delta.get("content"))
-        reasoning = _text(delta.get("reasoning_content")) or thinking
-        texts = {name: _text(delta.get(name)) for name in _JOINED}
+        reasoning = _text_or_empty(delta.get("reasoning_content")) or thinking
+        texts = {name: _text_or_empty(delta.get(name)) for name in _JOINED}
         texts.update(content=content or "", reasoning_content=reasoning)
         for name, text in texts.items():
             if text:
@@ -221,7 +221,7 @@ class _ChoiceParts:
             if isinstance(call, dict):
                 self._call_of(call).take(call)
         self.logprobs += _as_list(_as_object(piece.get("logprobs")).get("content"))
-        self.finish_reason = _text(piece.get("finish_reason")) or self.finish_reason
+        self.finish_reason = _text_or_empty(piece.get("finish_reason")) or self.finish_reason
         reasoning = reasoning or texts["reasoning"]
         shown = self._whole_text("content", texts["content"]), self._whole_text("reasoning", reasoning)
         return Delta(index, *shown) if any(shown) else None
@@ -236,14 +236,14 @@ class _ChoiceParts:
     def _call_of(self, call: dict[str, JSON]) -> _Call:
         """Return the call that a delta belongs to: the call with its index or, without an index, with its id, or else
         the last call. A delta that follows a whole call and has a name begins another call."""
-        key, id_ = call.get("index"), _text(call.get("id"))
+        key, id_ = call.get("index"), _text_or_empty(call.get("id"))
         if not isinstance(key, int):
             key = id_ if id_ in self.latest or not self.latest else list(self.latest)[-1]
         latest = self.latest.get(key)
         if latest is None or latest.is_another(call):
             key = key if isinstance(call.get("index"), int) else id_ or f"call {len(self.calls)}"
             # Some servers send the name of parallel calls only once.
-            latest = _Call(name="" if latest is None or _said(call)[0] else latest.name)
+            latest = _Call(name="" if latest is None or _call_delta(call)[0] else latest.name)
             # A dict keeps the place of a key whose value is replaced, but the last key must be that of the last call.
             self.latest.pop(key, None)
             self.latest[key] = latest
@@ -302,7 +302,7 @@ class _Completion:
 
 
 # Servers send null, or nothing, for parts that they do not have.
-def _text(value: JSON) -> str:
+def _text_or_empty(value: JSON) -> str:
     return value if isinstance(value, str) else ""
 
 
@@ -314,15 +314,15 @@ def _as_list(value: JSON) -> list[JSON]:
     return value if isinstance(value, list) else []
 
 
-def _said(call: dict[str, JSON]) -> tuple[str, str]:
+def _call_delta(call: dict[str, JSON]) -> tuple[str, str]:
     """Return the name and the piece of the arguments in a delta of a call."""
     function = _as_object(call.get("function"))
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
-    return _text(function.get("name")), text
+    return _text_or_empty(function.get("name")), text
 
 
-def _object(arguments: str) -> dict[str, JSON] | None:
+def _json_object(arguments: str) -> dict[str, JSON] | None:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

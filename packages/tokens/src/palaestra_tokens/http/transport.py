@@ -202,7 +202,7 @@ class Transport:
             tried = tries
             waited_s = await self._take_turn(lane)
             try:
-                response = await self._send(method, url, body, left_s, read, decode)
+                response = await self._send_request(method, url, body, left_s, read, decode)
             except EngineReplyError as error:
                 # A broken reply may be an accident of this one request, so it is retried like a lost connection.
                 raise TransientFailure(error, waited_s=waited_s) from error
@@ -255,7 +255,7 @@ class Transport:
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s
 
-    async def _send(
+    async def _send_request(
         self,
         method: str,
         url: URL,
@@ -267,7 +267,7 @@ class Transport:
         self.requests += 1
         self.in_flight += 1
         try:
-            session = self._session or self._open()
+            session = self._session or self._open_session()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             # After a 301 or 302, aiohttp sends a GET without the body. The refusal names the new address instead.
@@ -299,7 +299,7 @@ class Transport:
             body = body.replace(secret, HIDDEN.encode())
         return body
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
             # The lanes limit requests; aiohttp's own limit of 100 connections would hold back the rest of a lane.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=300),

@@ -265,7 +265,7 @@ class OutputReader:
             if mention.begins_line and not (calls and self._line_continues(mark.end)):
                 self._make_thinking(mention, mark)
             else:
-                self.pieces[mention.pieces :] = [self._refused(piece) for piece in since]
+                self.pieces[mention.pieces :] = [self._broken_piece(piece) for piece in since]
         elif self._thinking is None and not any(isinstance(piece, ReasoningPiece) for piece in self.pieces):
             # The thinking began in the prompt, so all text so far is thinking.
             self.pieces.clear()
@@ -281,7 +281,7 @@ class OutputReader:
         # Sections that were opened or closed in between are part of the thinking now.
         self.in_section = mention.in_section
 
-    def _refused(self, piece: OutputPiece) -> OutputPiece:
+    def _broken_piece(self, piece: OutputPiece) -> OutputPiece:
         if not isinstance(piece, ParsedCall):
             return piece
         detail, text = "the call is between thinking tags inside text", self.text[piece.start : piece.end]

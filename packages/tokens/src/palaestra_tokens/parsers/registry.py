@@ -70,8 +70,8 @@ def register_parser(name: str) -> Callable[[Registered], Registered]:
     """Return a class decorator: from then on, `get_parser(name)` returns an instance of the class, even if the name
     already had a parser."""
 
-    def register(made_by: Registered) -> Registered:
+    def decorate(made_by: Registered) -> Registered:
         _registered[name] = made_by
         return made_by
 
-    return register
+    return decorate

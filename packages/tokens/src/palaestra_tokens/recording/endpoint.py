@@ -165,7 +165,7 @@ class RecordingEndpoint:
             if request.method != "POST":
                 raise Refusal(405, f"/{rest} accepts only POST.")
             with address.conversations.call():
-                asked = await _read(request, dialect, address.conversations)
+                asked = await _read_request(request, dialect, address.conversations)
                 if rest == _COUNT_PATH:
                     return _json({"input_tokens": await address.conversations.prompt_tokens(asked)})
                 reply_id = f"{name}{next(self._numbers):06x}"
@@ -322,7 +322,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
+async def _read_request(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
     """Read the request, within the size and time limits. Raises `Refusal`."""
     features = conversations.features
     most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)

@@ -152,7 +152,7 @@ class RecordedConversation:
             if call.extra:
                 self._carried[f"call {call.id}"] = dict(call.extra)
         if carried := _carried(message):
-            self._carried[_key(message.model_dump())] = carried
+            self._carried[_reply_key(message.model_dump())] = carried
 
     def restore(self, messages: Sequence[Message]) -> None:
         """Replace each call's arguments with the text that was sampled if both have the same value, and any other
@@ -163,7 +163,7 @@ class RecordedConversation:
             if known_as is not None and _ids(message) == _ids(known_as):
                 message.update(content=known_as["content"], tool_calls=deepcopy(known_as["tool_calls"]))
             if self._carried and message["role"] == "assistant":
-                message.update(deepcopy(self._carried.get(_key(message), {})))
+                message.update(deepcopy(self._carried.get(_reply_key(message), {})))
             for call in message.get("tool_calls") or ():
                 self._restore_call(call)
 
@@ -189,7 +189,7 @@ def _carried(message: AssistantMessage) -> Message:
     return {**(message.extra or {}), **({"reasoning_details": details} if details else {})}
 
 
-def _key(message: Message) -> str:
+def _reply_key(message: Message) -> str:
     """Return what identifies a reply that an agent sends back: the ids of its calls, or its text."""
     calls = message.get("tool_calls") or ()
     return " ".join(["calls", *(call["id"] for call in calls)]) if calls else f"text {message.get('content') or ''}"

@@ -46,7 +46,7 @@ class ControlText:
         same text with a mark in it."""
         if self._part is None:
             return {}
-        found = {text: self._part.sub(_split, text) for text in _strings_in(value)}
+        found = {text: self._part.sub(_marked, text) for text in _strings_in(value)}
         return {text: split for text, split in found.items() if split != text}
 
 
@@ -65,7 +65,7 @@ class _Tokens:
             text = text.replace(MARK, _REPLACEMENT)
         if self._pattern is None:
             return text
-        text = self._pattern.sub(_split, text)
+        text = self._pattern.sub(_marked, text)
         return text if self._normalized is None else self._halved(text)
 
     def count(self, text: str) -> int:
@@ -113,7 +113,7 @@ def _mapped(value: JSON, change: Callable[[str], str]) -> JSON:
     return root[0]
 
 
-def _split(found: re.Match[str]) -> str:
+def _marked(found: re.Match[str]) -> str:
     return f"{found[0][0]}{MARK}{found[0][1:]}"
 
 

@@ -240,7 +240,7 @@ def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(f"An assistant message has a tool call without a function name: {call!r:.200}.")
-    written = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+    written = {"name": function["name"], "arguments": _template_arguments(function.get("arguments"))}
     return {"id": call.get("id", ""), "type": "function", "function": written}
 
 
@@ -255,7 +255,7 @@ class CallArguments(dict[str, JSON]):
         return text + tojson(self)
 
 
-def _arguments(arguments: JSON) -> CallArguments:
+def _template_arguments(arguments: JSON) -> CallArguments:
     """Return the object that the arguments encode. Other text is wrapped in an object, because templates iterate over
     the keys."""
     if not isinstance(arguments, str):

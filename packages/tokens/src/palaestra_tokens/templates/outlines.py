@@ -321,7 +321,7 @@ def _compared(name: str) -> Callable[..., JSON]:
     return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
 
 
-def _refused(name: str) -> Callable[..., JSON]:
+def _opaque_method(name: str) -> Callable[..., JSON]:
     def method(self: Blank, *_: JSON, **__: JSON) -> NoReturn:
         raise Opaque(name)
 
@@ -334,7 +334,7 @@ _OPAQUE = {"__iter__", "__hash__", "__repr__", "__format__", "__sizeof__", "form
 # All methods, also those of later versions of Python: one that is missing here
 # would answer for the mark and not for the text.
 for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS_OWN - {"__doc__", "maketrans"}:
-    _kind = _refused if _name in _OPAQUE else _compared if _name in ("__eq__", "__ne__") else _recorded
+    _kind = _opaque_method if _name in _OPAQUE else _compared if _name in ("__eq__", "__ne__") else _recorded
     setattr(Blank, _name, _kind(_name))
 
 

@@ -149,7 +149,7 @@ class Traits:
     think_open: str = THINK_OPEN
 
 
-def probe(
+def probe_template(
     render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]], stop_ids: Sequence[int] = ()
 ) -> Traits:
     """Probe a template. `stop_ids` are additional tokens that end a turn; they are not checked. Raises `ConfigError` if

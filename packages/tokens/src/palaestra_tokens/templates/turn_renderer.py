@@ -1,8 +1,8 @@
 """Finds the tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
-The template is rendered with marks in place of the assistant's words (`probe`): once for the prompt of the last reply,
-and once for the continued conversation. If the second rendering begins with the first, and still has all the
-assistant's words, history is intact, and the text after the end of the reply belongs to the new turn. If not, the
+The template is rendered with marks in place of the assistant's words (`probe_template`): once for the prompt of the
+last reply, and once for the continued conversation. If the second rendering begins with the first, and still has all
+the assistant's words, history is intact, and the text after the end of the reply belongs to the new turn. If not, the
 template rewrites history, and the caller decides how to continue.
 
 Rendering a whole conversation costs more with every turn, so the same text is measured on a short conversation: a
@@ -44,7 +44,7 @@ from palaestra_tokens.templates.probe import (
     StepKind,
     Traits,
     last_stand_in,
-    probe,
+    probe_template,
     shape_of,
     stand_ins,
     step_kind,
@@ -131,7 +131,7 @@ class TurnRenderer:
         }
         self._written = self._written_tools([self._control.marked(tool) for tool in tools])
         marked: list[Mapping[str, JSON]] = list(self._written or ())
-        self.traits: Traits = probe(self._render, tokenizer, marked, stop_ids)
+        self.traits: Traits = probe_template(self._render, tokenizer, marked, stop_ids)
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}

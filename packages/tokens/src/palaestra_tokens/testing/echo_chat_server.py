@@ -98,7 +98,7 @@ class EchoChatServer:
         length = 1 + len(str(message)) // 4
         room = reply_tokens or length if self.window is None else min(reply_tokens or length, self.window - tokens)
         if length > room:
-            message, length, finish = _cut(message, 4 * room), room, "length"
+            message, length, finish = _truncated_message(message, 4 * room), room, "length"
         usage = {"prompt_tokens": tokens, "completion_tokens": length, "total_tokens": tokens + length}
         if not body.get("stream"):
             choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
@@ -106,10 +106,10 @@ class EchoChatServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionResetError):  # the client disconnected
-            await self._stream(response, message, finish, usage)
+            await self._stream_reply(response, message, finish, usage)
         return response
 
-    async def _stream(
+    async def _stream_reply(
         self, response: web.StreamResponse, message: Mapping[str, JSON], finish: str, usage: JSON
     ) -> None:
         for number, delta in enumerate(_pieces(message)):
@@ -126,7 +126,7 @@ class EchoChatServer:
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
     """Return the assistant message for a conversation, by the rules in this module's docstring."""
     asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-    lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
+    lines = _content_text(messages[asked].get("content") if asked >= 0 else "").splitlines()
     steps = [line for line in lines if line.startswith(("call ", "both "))]
     done = sum(message.get("role") == "assistant" for message in messages[asked + 1 :])
     thought = [line.removeprefix("think ") for line in lines if line.startswith("think ")]
@@ -136,7 +136,7 @@ def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
         return {**message, "content": None, "tool_calls": [_call_delta(each, done, n) for n, each in enumerate(calls)]}
     said = [line.removeprefix("say ") for line in lines if line.startswith("say ")]
     last = messages[-1] if messages else {}
-    came = _text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
+    came = _content_text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
     return {**message, "content": "\n".join(said) if said else came}
 
 
@@ -177,12 +177,12 @@ def _too_long(window: int, tokens: int, reply_tokens: int, words: str) -> dict[s
     return {"error": error}
 
 
-def _cut(message: Mapping[str, JSON], chars: int) -> dict[str, JSON]:
+def _truncated_message(message: Mapping[str, JSON], chars: int) -> dict[str, JSON]:
     """Return the beginning of a reply. A tool call that is not complete is lost."""
     return {name: message[name][:chars] for name in ("reasoning_content", "content") if message.get(name)}
 
 
-def _text(content: JSON) -> str:
+def _content_text(content: JSON) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))
@@ -192,7 +192,7 @@ def _event(data: JSON) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def _serve(port: int, delay_s: float, window: int | None) -> None:
+async def _serve_until_stopped(port: int, delay_s: float, window: int | None) -> None:
     stop = told_to_stop()
     async with EchoChatServer(delay_s=delay_s, port=port, window=window, lists_window=True) as server:
         print(f"{server.url}/v1", flush=True)  # noqa: T201  the address is the output of this program
@@ -206,6 +206,6 @@ if __name__ == "__main__":
     parser.add_argument("--window", type=int, help="the size of the context window in tokens [unlimited]")
     given = parser.parse_args()
     try:
-        asyncio.run(_serve(given.port, given.delay, given.window))
+        asyncio.run(_serve_until_stopped(given.port, given.delay, given.window))
     except ConfigError as error:
         parser.error(str(error))

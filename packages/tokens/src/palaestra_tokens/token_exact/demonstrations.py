@@ -49,7 +49,7 @@ def demonstration_rows(
             examples -= message.get("role") == "assistant"
             said.append(message)
             continue
-        message = _checked(message)
+        message = _checked_reply(message)
         engine.ids = renderer.written(said, message)
         extra = {"chat_template_kwargs": dict(variables)} if variables else None
         completion = _finished(chat.chat_completion(messages=said, tools=list(tools), extra_body=extra))
@@ -90,7 +90,7 @@ def _finished(chat: Coroutine[JSON, None, ChatCompletion]) -> ChatCompletion:
     raise AssertionError("a request with given tokens waited")
 
 
-def _checked(reply: Message) -> Message:
+def _checked_reply(reply: Message) -> Message:
     """Return a reply with its text parts as one text. Raises `ConfigError` if it has not the form of a reply."""
     content, calls = reply.get("content"), reply.get("tool_calls") or ()
     try:

@@ -127,7 +127,7 @@ class ReplyReader:
             content=content,
             reasoning_content=reasoning,
             tool_calls=[
-                _own_call(call, ("turn" in self._accepts and _part(call, "id")) or f"call_{turn}_{index}")
+                _own_call(call, ("turn" in self._accepts and _field(call, "id")) or f"call_{turn}_{index}")
                 for index, call in enumerate(calls)
             ]
             or None,
@@ -160,12 +160,12 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
 def _own_call(call: JSON, call_id: str) -> ToolCallMessage:
     """Convert a call from any parser to Palaestra's own type, with the id `call_id`, because a parser that does not
     accept `turn` may give random ids."""
-    function = _part(call, "function") or call
-    arguments = _part(function, "arguments")
+    function = _field(call, "function") or call
+    arguments = _field(function, "arguments")
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else msgspec.json.encode(arguments).decode()
-    return ToolCallMessage(id=call_id, function=FunctionCall(name=_part(function, "name") or "", arguments=arguments))
+    return ToolCallMessage(id=call_id, function=FunctionCall(name=_field(function, "name") or "", arguments=arguments))
 
 
-def _part(value: JSON, name: str) -> JSON:
+def _field(value: JSON, name: str) -> JSON:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

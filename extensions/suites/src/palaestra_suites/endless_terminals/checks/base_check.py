@@ -43,7 +43,7 @@ class UnreadableFile(ValueError):
     """A file that a check needs cannot be read."""
 
 
-async def look(slot: Slot, path: str) -> FileInfo | None:
+async def stat_or_none(slot: Slot, path: str) -> FileInfo | None:
     """Return the file information of a path, or None if nothing is there."""
     try:
         return await slot.stat(path)
@@ -99,7 +99,7 @@ asked = json.load(sys.stdin)
 """
 
 
-async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
+async def run_probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
     """Run Python code in the slot, and return the value of type `shape` that the code passes to `answer`.
 
     The value arrives over a separate descriptor, not over standard output. Raises `UnreadableFile` if the code fails or

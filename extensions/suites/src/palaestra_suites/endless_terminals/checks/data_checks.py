@@ -33,7 +33,7 @@ def _same(got: JSON, wanted: JSON) -> bool:
     return bool(got == wanted)
 
 
-def _compare(path: str, got: JSON, wanted: JSON) -> str:
+def _difference(path: str, got: JSON, wanted: JSON) -> str:
     return "" if _same(got, wanted) else something_else(path, got)
 
 
@@ -47,7 +47,7 @@ class Json(BaseCheck, frozen=True, tag="json"):
             got = json.loads(await read_text(slot, self.path))
         except (ValueError, RecursionError):
             return f"{self.path} is not JSON"
-        return _compare(self.path, got, self.value)
+        return _difference(self.path, got, self.value)
 
 
 class JsonLines(BaseCheck, frozen=True):
@@ -61,7 +61,7 @@ class JsonLines(BaseCheck, frozen=True):
             got = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             return f"{self.path} is not JSON lines"
-        return _compare(self.path, got, self.values)
+        return _difference(self.path, got, self.values)
 
 
 class Csv(BaseCheck, frozen=True):
@@ -114,7 +114,7 @@ class Toml(BaseCheck, frozen=True):
             got = await asyncio.to_thread(read_toml, text)  # hostile text can take a second
         except (ValueError, RecursionError):
             return f"{self.path} is not TOML"
-        return _compare(self.path, got, self.value)
+        return _difference(self.path, got, self.value)
 
 
 class Yaml(BaseCheck, frozen=True):
@@ -128,4 +128,4 @@ class Yaml(BaseCheck, frozen=True):
             got = await asyncio.to_thread(read_yaml, text)
         except ValueError:
             return f"{self.path} is not YAML"
-        return _compare(self.path, got, self.value)
+        return _difference(self.path, got, self.value)

@@ -9,11 +9,11 @@ from palaestra_slots.sandbox.slot import Slot
 from palaestra_suites.endless_terminals.checks.base_check import (
     BaseCheck,
     different,
-    look,
     plain,
-    probe,
     read_bytes,
     read_text,
+    run_probe,
+    stat_or_none,
 )
 
 
@@ -48,7 +48,7 @@ class Exists(BaseCheck, frozen=True):
     kind: str = "file"
 
     async def fault(self, slot: Slot) -> str:
-        found = await look(slot, self.path)
+        found = await stat_or_none(slot, self.path)
         if found is None:
             return f"{self.path} does not exist"
         return "" if found.kind == self.kind else f"{self.path} is a {found.kind}, not a {self.kind}"
@@ -58,7 +58,7 @@ class Absent(BaseCheck, frozen=True):
     """No entry exists at `path`."""
 
     async def fault(self, slot: Slot) -> str:
-        return f"{self.path} exists" if await look(slot, self.path) else ""
+        return f"{self.path} exists" if await stat_or_none(slot, self.path) else ""
 
     def made(self) -> tuple[str, ...]:
         return ()
@@ -71,7 +71,7 @@ class Modes(BaseCheck, frozen=True):
 
     async def fault(self, slot: Slot) -> str:
         for name, wanted in self.modes.items():
-            found = await look(slot, posixpath.join(self.path, name))
+            found = await stat_or_none(slot, posixpath.join(self.path, name))
             if found is None:
                 return f"{self.path}/{name} does not exist"
             if found.mode & 0o7777 != int(wanted, 8):
@@ -89,10 +89,10 @@ class SymbolicLink(BaseCheck, frozen=True, tag="link"):
 
     async def fault(self, slot: Slot) -> str:
         code = "answer([os.readlink(asked[0]), os.path.realpath(asked[0]) == os.path.realpath(asked[1])])"
-        found = await look(slot, self.path)
+        found = await stat_or_none(slot, self.path)
         if found is None or found.kind != "symlink":
             return f"{self.path} is not a symbolic link"
-        link, same = await probe(slot, code, [self.path, self.target], tuple[str, bool])
+        link, same = await run_probe(slot, code, [self.path, self.target], tuple[str, bool])
         return "" if same else f"{self.path} points to {link}"
 
 
@@ -106,7 +106,7 @@ class Files(BaseCheck, frozen=True):
             "answer(sorted(os.path.relpath(os.path.join(at, name), asked) "
             "for at, _, names in os.walk(asked) for name in names)[:2000])"
         )
-        got = await probe(slot, code, self.path, list[str])
+        got = await run_probe(slot, code, self.path, list[str])
         if sorted(got) != sorted(self.files):
             extra, missing = sorted(set(got) - set(self.files)), sorted(set(self.files) - set(got))
             return f"{self.path}: {len(missing)} files are missing, {len(extra)} are unexpected {extra[:3]}"

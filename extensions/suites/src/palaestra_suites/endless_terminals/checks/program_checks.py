@@ -19,10 +19,10 @@ from palaestra_suites.endless_terminals.checks.base_check import (
     TIMEOUT_S,
     BaseCheck,
     different,
-    look,
     plain,
-    probe,
     read_text,
+    run_probe,
+    stat_or_none,
 )
 
 _ANSWER_S = 5.0
@@ -70,7 +70,7 @@ class Archive(BaseCheck, frozen=True):
     members: dict[str, str]
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _ARCHIVE, [self.path, self.format], dict[str, str] | str)
+        got = await run_probe(slot, _ARCHIVE, [self.path, self.format], dict[str, str] | str)
         if isinstance(got, str):
             return f"{self.path}: {got}"
         members = {name.removeprefix("./").rstrip("/"): text for name, text in got.items()}
@@ -112,7 +112,7 @@ class SqlQuery(BaseCheck, frozen=True, tag="query"):
     ordered: bool = True
 
     async def fault(self, slot: Slot) -> str:
-        got = await probe(slot, _QUERY, [self.path, self.sql], list[list[JSON]] | str)
+        got = await run_probe(slot, _QUERY, [self.path, self.sql], list[list[JSON]] | str)
         if isinstance(got, str):
             return f"{self.path}: {got}"
         wanted = self.rows
@@ -146,7 +146,7 @@ class Git(BaseCheck, frozen=True):
 
     async def fault(self, slot: Slot) -> str:
         place = f"{WORKSPACE}/{self.path}"
-        if await look(slot, place) is None:
+        if await stat_or_none(slot, place) is None:
             return f"{self.path} does not exist"
         done = await slot.execute(["sh", "-c", _GIT, place, *self.arguments], timeout_s=TIMEOUT_S)
         got, wanted = plain(done.output), plain(self.output)

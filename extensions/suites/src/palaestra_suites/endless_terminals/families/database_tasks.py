@@ -34,7 +34,7 @@ def _filled(path: str, name: str, table: Table) -> str:
     )
 
 
-def _rows(table: Table) -> list[list[int | str]]:
+def _row_lists(table: Table) -> list[list[int | str]]:
     return [list(row) for row in table.rows]
 
 
@@ -58,7 +58,7 @@ def imported(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         "[list(row.values()) for row in rows])\ndb.commit()"
     )
     checks = (
-        SqlQuery(path, f"SELECT {', '.join(table.names)} FROM {name}", _rows(table), False),
+        SqlQuery(path, f"SELECT {', '.join(table.names)} FROM {name}", _row_lists(table), False),
         SqlQuery(path, f"SELECT name FROM pragma_table_info('{name}') ORDER BY cid", [[c] for c in table.names]),
     )
     return TaskPart(ask, python(code), checks, files)
@@ -117,7 +117,7 @@ def updated(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         f"[{raised!r}])\ndb.execute('DELETE FROM {name} WHERE {key} = {dropped}')\ndb.commit()"
     )
     columns = ", ".join(table.names)
-    initial = (SqlQuery(path, f"SELECT {columns} FROM {name}", _rows(table), False),)
+    initial = (SqlQuery(path, f"SELECT {columns} FROM {name}", _row_lists(table), False),)
     final = (SqlQuery(path, f"SELECT {columns} FROM {name}", rows, False),)
     return TaskPart(ask, python(code), final, setup=_filled(path, name, table), initial=initial)
 
@@ -182,7 +182,7 @@ def migrated(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
             f"SELECT {key}, n.name FROM {name} t JOIN {new} n ON n.id = t.{group}_id ORDER BY 1",
             pairs,
         ),
-        SqlQuery(path, f"SELECT {', '.join(table.names)} FROM {name}", _rows(table), False),
+        SqlQuery(path, f"SELECT {', '.join(table.names)} FROM {name}", _row_lists(table), False),
     )
     initial = (SqlQuery(path, f"SELECT count(*) FROM {name}", [[len(table.rows)]]),)
     return TaskPart(ask, python(code), checks, setup=_filled(path, name, table), initial=initial)

@@ -23,7 +23,7 @@ def _service_log(draw: Draw, count: int) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _text(records: list[tuple[str, str, str, str]]) -> str:
+def _log_text(records: list[tuple[str, str, str, str]]) -> str:
     return "".join(f"{moment} {level} [{service}] {message}\n" for moment, level, service, message in records)
 
 
@@ -48,7 +48,7 @@ def level_counts(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         "    counts = result.setdefault(service, {})\n    counts[level] = counts.get(level, 0) + 1\n"
         f"json.dump(result, open({target!r}, 'w'))"
     )
-    return TaskPart(ask, python(code), (Json(target, value),), {log: _text(records)})
+    return TaskPart(ask, python(code), (Json(target, value),), {log: _log_text(records)})
 
 
 def between_times(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
@@ -66,7 +66,7 @@ def between_times(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         f"to `{target.path}`, unchanged and in their order."
     )
     solution = f"awk -v a={start} -v b={end} '$1 >= a && $1 <= b && $2 == \"{level}\"' {log} > {target.path}\n"
-    return TaskPart(ask, solution, (Lines(target.path, found),), {log: _text(records)}, output=target)
+    return TaskPart(ask, solution, (Lines(target.path, found),), {log: _log_text(records)}, output=target)
 
 
 def merged_logs(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
@@ -74,7 +74,9 @@ def merged_logs(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
     hosts = draw.words(3)
     owners = [draw.pick(hosts) for _ in records]
     files = {
-        f"{place}/{host}.log": _text([record for record, owner in zip(records, owners, strict=True) if owner == host])
+        f"{place}/{host}.log": _log_text(
+            [record for record, owner in zip(records, owners, strict=True) if owner == host]
+        )
         for host in hosts
     }
     merged = [f"{r[0]} {host} {r[1]} [{r[2]}] {r[3]}" for r, host in zip(records, owners, strict=True)]

@@ -30,7 +30,7 @@ else:
 _MAX_TEXT = 2000
 
 
-def _short(value: object) -> str:
+def _without_middle(value: object) -> str:
     text = str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT // 2] + " … " + text[-_MAX_TEXT // 2 :]
 
@@ -59,7 +59,7 @@ class Reporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._send("collect", node_id=report.nodeid, message=_short(report.longrepr))
+            self._send("collect", node_id=report.nodeid, message=_without_middle(report.longrepr))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         self._marked = {item.nodeid for item in items if item.get_closest_marker("xfail") is not None}
@@ -137,10 +137,10 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) ->
     direct = {name: value for name, value in params.items() if arguments.get(name, value) is value}
     return {
         "exception": excinfo.typename,
-        "message": _short(excinfo.value),
+        "message": _without_middle(excinfo.value),
         "path": os.path.relpath(path, str(root)),
         "line": lines[-1] if lines else 0,
-        "params": {name: _short(_repr(value)) for name, value in direct.items()},
+        "params": {name: _without_middle(_repr(value)) for name, value in direct.items()},
     }
 
 

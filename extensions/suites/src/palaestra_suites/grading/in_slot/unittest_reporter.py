@@ -28,7 +28,7 @@ _OUTCOMES = {
 }
 
 
-def _described(test: Any) -> dict[str, object]:
+def _test_names(test: Any) -> dict[str, object]:
     """Return the names that the runner may print, `method (module.Class)` in both forms and the docstring's first line,
     and the id `module::Class::method`, which is empty for an object that is not a single test."""
     names, test_id = [str(test), test.shortDescription() or ""], ""
@@ -49,7 +49,7 @@ def _patch_results(channel: VerdictChannel) -> None:
 
         def add(self: Any, test: Any, *rest: Any) -> None:
             error = str(rest[0][1])[:_MAX_TEXT] if rest and isinstance(rest[0], tuple) else ""
-            channel.send("test", **_described(test), status=status, error=error)
+            channel.send("test", **_test_names(test), status=status, error=error)
             original(self, test, *rest)
 
         return add
@@ -61,7 +61,7 @@ def _patch_results(channel: VerdictChannel) -> None:
 
     def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:
         if problem is not None:
-            channel.send("test", **_described(test), status="failed", error=str(problem[1])[:_MAX_TEXT])
+            channel.send("test", **_test_names(test), status="failed", error=str(problem[1])[:_MAX_TEXT])
         original(self, test, subtest, problem)
 
     kind.addSubTest = add_subtest  # type: ignore[method-assign,assignment]

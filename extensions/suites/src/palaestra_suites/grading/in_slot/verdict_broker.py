@@ -30,26 +30,26 @@ _OWN_LIBRARIES: list[bytes] = []
 """What the loader's variables of this process say, before the script starts."""
 
 
-def _read(path: str) -> bytes:
+def _read_proc(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
 
 
 def _is_launcher(pid: int) -> bool:
     """Return whether a process is the launcher and nothing else."""
-    own = _read("/proc/self/cmdline").split(b"\0")
-    words = _read(f"/proc/{pid}/cmdline").split(b"\0")
+    own = _read_proc("/proc/self/cmdline").split(b"\0")
+    words = _read_proc(f"/proc/{pid}/cmdline").split(b"\0")
     options = own.index(os.fsencode(__file__))
     same = os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe") and words[:options] == own[:options]
     launched = words[options] == os.fsencode(os.path.join(_HERE, "pytest_launcher.py"))
     loaded = _loader_variables(pid)
     trusted = loaded == _OWN_LIBRARIES and all(map(_is_read_only, loaded))
-    return same and launched and trusted and b"TracerPid:\t0\n" in _read(f"/proc/{pid}/status")
+    return same and launched and trusted and b"TracerPid:\t0\n" in _read_proc(f"/proc/{pid}/status")
 
 
 def _loader_variables(pid: int | str) -> list[bytes]:
     """Return what the variables of the loader make a process load."""
-    return [each for each in _read(f"/proc/{pid}/environ").split(b"\0") if each.startswith(_LOADING)]
+    return [each for each in _read_proc(f"/proc/{pid}/environ").split(b"\0") if each.startswith(_LOADING)]
 
 
 def _is_read_only(variable: bytes) -> bool:
@@ -64,16 +64,16 @@ def _made_socket(pid: int, name: object) -> bool:
     refused, because a name with a line break would forge rows of the table."""
     if not isinstance(name, bytes) or not re.fullmatch(rb"\0[0-9a-f]{32}", name):
         return False
-    found = re.findall(rb" (\d+) @" + name[1:] + rb"$", _read("/proc/net/unix"), re.MULTILINE)
+    found = re.findall(rb" (\d+) @" + name[1:] + rb"$", _read_proc("/proc/net/unix"), re.MULTILINE)
     for each in os.listdir(f"/proc/{pid}/fd"):
         link = os.readlink(f"/proc/{pid}/fd/{each}")
         if [link] == [f"socket:[{os.fsdecode(inode)}]" for inode in found]:
-            flags = re.search(rb"^flags:\s*([0-7]+)$", _read(f"/proc/{pid}/fdinfo/{each}"), re.MULTILINE)
+            flags = re.search(rb"^flags:\s*([0-7]+)$", _read_proc(f"/proc/{pid}/fdinfo/{each}"), re.MULTILINE)
             return flags is not None and int(flags[1], 8) & os.O_CLOEXEC != 0
     return False
 
 
-def _serve(server: socket.socket, descriptor: int) -> None:
+def _answer_launcher(server: socket.socket, descriptor: int) -> None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         client, name = server.accept()
         with client:
@@ -89,9 +89,9 @@ def main() -> int:
     # Read before `hide`: the files of a hidden process in /proc belong to root, and `environ` is readable only by its
     # owner.
     _OWN_LIBRARIES.extend(_loader_variables("self"))
-    given = dict(each.split(b"=", 1) for each in _read("/proc/self/environ").split(b"\0") if b"=" in each)
+    given = dict(each.split(b"=", 1) for each in _read_proc("/proc/self/environ").split(b"\0") if b"=" in each)
     given.pop(b"LD_LIBRARY_PATH", None)  # this interpreter's
-    library_path = json.loads(_read(os.path.join(_HERE, "plan.json")))["library_path"]
+    library_path = json.loads(_read_proc(os.path.join(_HERE, "plan.json")))["library_path"]
     if library_path is not None:
         given[b"LD_LIBRARY_PATH"] = os.fsencode(library_path)
     hide()
@@ -101,7 +101,7 @@ def main() -> int:
     server.settimeout(0.1)
     script = subprocess.Popen(sys.argv[1:], env=given)
     while script.poll() is None:
-        _serve(server, descriptor)
+        _answer_launcher(server, descriptor)
     if script.returncode < 0:  # killed by a signal, which the result must show
         os.kill(os.getpid(), -script.returncode)
     return script.returncode if script.returncode >= 0 else 128 - script.returncode

@@ -110,7 +110,7 @@ async def build(
     rows = tuple(row for round_ in zip_longest(*(rows for _, rows in done)) for row in round_ if row is not None)
     if builder.failures and not rows:
         raise builder.failures[0]
-    _write(options.out, rows)
+    _write_rows(options.out, rows)
     return SweBuild(rows, tuple(builder.problems), Manifest(pinned.requirements, tuple(found for found, _ in done)))
 
 
@@ -176,7 +176,7 @@ class _Builder:
                     repository = await self._searched(trial, repository)
                 return repository.package, await self._rows(trial, repository)
         except (InfraError, ConfigError) as problem:
-            self._note(f"{package.name}=={package.version}: {problem}", problem)
+            self._note_problem(f"{package.name}=={package.version}: {problem}", problem)
             return package, []
 
     async def _repository(self, package: PinnedPackage) -> Repository:
@@ -230,12 +230,12 @@ class _Builder:
         async with self._running:
             base = await trial.run(tests, timeout_s=BASE_TIMEOUT_S)
 
-        async def one(mutation: PinnedMutation) -> Mapping[str, JSON] | None:
+        async def build_row(mutation: PinnedMutation) -> Mapping[str, JSON] | None:
             async with self._running:
                 try:
                     row = await make_row(trial, repository, mutation, base)
                 except (TaskError, GraderError) as problem:
-                    self._note(f"{repository.package.name}: {problem}", problem)
+                    self._note_problem(f"{repository.package.name}: {problem}", problem)
                     return None
             if len(row["FAIL_TO_PASS"]) != mutation.fail_to_pass:
                 self._progress(
@@ -245,16 +245,16 @@ class _Builder:
             return row
 
         async with asyncio.TaskGroup() as group:
-            jobs = [group.create_task(one(mutation)) for mutation in mutations]
+            jobs = [group.create_task(build_row(mutation)) for mutation in mutations]
         return [row for job in jobs if (row := job.result()) is not None]
 
-    def _note(self, line: str, problem: Exception) -> None:
+    def _note_problem(self, line: str, problem: Exception) -> None:
         self.problems.append(line)
         self.failures.append(problem)
         self._progress(line)
 
 
-def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
+def _write_rows(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
     """Write all rows to the file, which is replaced atomically: an interrupted build keeps the old file."""
     with writing(out), replaced(out) as lines:
         lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
@@ -277,7 +277,7 @@ async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfi
     text = dump_manifest(load_manifest()) + "\n".join(sorted(ids)) + inspect.getsource(problem_statement)
     name = f"built-in-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    async def fill(fresh: Path) -> None:
+    async def build_into(fresh: Path) -> None:
         logger.warning("building %d tasks from real packages, which the first build downloads", len(ids))
         options = BuildOptions(out=fresh / TASKS_FILE, cache=cache, select=tuple(ids), parallel=os.cpu_count() or 1)
         async with make_pool(config) as pool:
@@ -285,7 +285,7 @@ async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfi
         if report.problems:
             raise ConfigError("not every built-in task could be built:\n" + "\n".join(report.problems))
 
-    return await build_once(cache / "tasks" / name, fill, timeout_s=_BUILTIN_TIMEOUT_S) / TASKS_FILE
+    return await build_once(cache / "tasks" / name, build_into, timeout_s=_BUILTIN_TIMEOUT_S) / TASKS_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _dump_package(package: PinnedPackage) -> str:
 def _package(raw: dict[str, object]) -> PinnedPackage:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
     mutations = raw.get("mutations", [])
-    values["mutations"] = tuple(_mutation(entry) for entry in _entries(mutations))
+    values["mutations"] = tuple(_mutation(entry) for entry in _objects(mutations))
     return PinnedPackage(**values)  # type: ignore[arg-type]  # wrong keys and shapes raise TypeError, reported above
 
 
@@ -98,7 +98,7 @@ def _mutation(raw: dict[str, object]) -> PinnedMutation:
     return PinnedMutation(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})  # type: ignore[arg-type]
 
 
-def _entries(value: object) -> Iterable[dict[str, object]]:
+def _objects(value: object) -> Iterable[dict[str, object]]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise TypeError("mutations must be a list of objects")
     return value

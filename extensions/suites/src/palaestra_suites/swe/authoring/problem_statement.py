@@ -84,13 +84,13 @@ def _extent(failing: int, shown: int) -> str:
 
 def _example(node_id: str, failure: FailedTest, sources: Mapping[str, str]) -> _Example | None:
     """Return a title and a paragraph with closed code for one failure; None if there is no such code."""
-    module = _parse(sources.get(failure.path, ""))
+    module = _parsed_source(sources.get(failure.path, ""))
     located = _statement_at(module, failure.line)
     if located is None:
         return None
     function, statement = located
     path, *names = node_id.split("::")
-    own = module if path == failure.path else _parse(sources.get(path, ""))
+    own = module if path == failure.path else _parsed_source(sources.get(path, ""))
     further = [] if own is module else own.body  # an inherited test
     scope = _Scope(function, [*further, *module.body], _attributes(own, names[:-1]), failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
@@ -114,7 +114,7 @@ def _attributes(module: ast.Module, names: Sequence[str]) -> dict[str, ast.expr]
     return {each.targets[0].id: each.value for each in assigned if isinstance(each.targets[0], ast.Name)}
 
 
-def _parse(source: str) -> ast.Module:
+def _parsed_source(source: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Python versions warn about escapes in older test files
         return ast.parse(source.removeprefix("\ufeff"))
@@ -131,11 +131,11 @@ def _contrast(failure: FailedTest, expected: ast.AST | None, *, on_the_right: bo
     """Return the expected result and the actual one, which is on one side of the message's comparison."""
     if expected is None:
         return _happens(failure)
-    should = f"This should give `{_short(ast.unparse(expected))}`. "
+    should = f"This should give `{_short_value(ast.unparse(expected))}`. "
     if failure.exception == "AssertionError":
         actual = _actual(failure.message, on_the_right=on_the_right)
         if actual is not None:
-            return f"{should}Instead it gives `{_short(actual)}`."
+            return f"{should}Instead it gives `{_short_value(actual)}`."
     return f"{should}{_happens(failure)}"
 
 
@@ -149,8 +149,9 @@ def _happens(failure: FailedTest) -> str:
         return f"Instead it fails with an internal `{failure.exception}`."
     if failure.exception == "AssertionError":
         shown = message and not message.endswith(":")  # a colon introduces lines that are not shown
-        return f"The result is not as expected{': `' + _short(message.removeprefix('assert ')) + '`' if shown else ''}."
-    return f"Instead it raises `{failure.exception}{': ' + _short(message) if message else ''}`."
+        value = f": `{_short_value(message.removeprefix('assert '))}`" if shown else ""
+        return f"The result is not as expected{value}."
+    return f"Instead it raises `{failure.exception}{': ' + _short_value(message) if message else ''}`."
 
 
 def _actual(message: str, *, on_the_right: bool) -> str | None:
@@ -188,7 +189,7 @@ def _expression(text: str) -> ast.expr | None:
         return None
 
 
-def _short(text: str) -> str:
+def _short_value(text: str) -> str:
     text = _DIFFERS.sub("…", " ".join(text.split("\n")).replace("`", "'"))
     return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + " …"
 
@@ -265,7 +266,7 @@ def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) ->
     for before in function.body:
         if isinstance(before, ast.Assign) and before.lineno < statement.lineno and isinstance(node, ast.Name):
             target = before.targets[0]
-            if isinstance(target, ast.Name) and target.id == node.id and node.id not in _names(before.value):
+            if isinstance(target, ast.Name) and target.id == node.id and node.id not in _used_names(before.value):
                 found = before.value
     return found
 
@@ -273,18 +274,18 @@ def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) ->
 def _setup_for(scope: _Scope, statement: ast.stmt, nodes: Sequence[ast.AST]) -> list[ast.AST] | None:
     """Return the statements before the failing one that define the names in `nodes`, with their imports. Return None if
     they are too long, or change a parameter of the test, whose value is known only from afterwards."""
-    needed = {name for node in nodes for name in _names(node)}
+    needed = {name for node in nodes for name in _used_names(node)}
     kept: list[ast.AST] = []
     for before in reversed([node for node in scope.function.body if node.lineno < statement.lineno]):
         if _makes(before, needed) and statement not in ast.walk(before):
             if (_bound(before) | _changed(before)) & {*scope.params}:
                 return None
             kept.insert(0, _with_values(before, scope))
-            needed |= _names(before) | _names(kept[0])
+            needed |= _used_names(before) | _used_names(kept[0])
     for before in reversed(scope.top_level):
         if _defined(before) & needed and (narrow := _narrowed(before, needed)) is not None:
             kept.insert(0, narrow)
-            needed |= _names(before)
+            needed |= _used_names(before)
     return kept if sum(len(ast.unparse(node).splitlines()) for node in kept) <= MAX_SETUP_LINES else None
 
 
@@ -295,7 +296,7 @@ def _makes(statement: ast.stmt, needed: set[str]) -> bool:
         return False
     if isinstance(statement, ast.Expr):
         name = _first_call(statement).rpartition(".")[2]
-        return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_names(statement) & needed)
+        return isinstance(statement.value, ast.Call) and "assert" not in name and bool(_used_names(statement) & needed)
     return bool((_bound(statement) | _changed(statement)) & needed)
 
 
@@ -305,7 +306,7 @@ def _changed(statement: ast.stmt) -> set[str]:
     changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         changed.append(statement.value.func)
-    return {name for node in changed for name in _names(node)}
+    return {name for node in changed for name in _used_names(node)}
 
 
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
@@ -331,7 +332,7 @@ def _alias(alias: ast.alias) -> str:
     return alias.asname or alias.name.split(".")[0]
 
 
-def _names(node: ast.AST) -> set[str]:
+def _used_names(node: ast.AST) -> set[str]:
     """Return the names that a node reads or binds, without builtins."""
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
 
@@ -356,7 +357,7 @@ def _bound(statement: ast.AST) -> set[str]:
 def _open_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names that these statements use and do not define."""
     known = {name for node in nodes for name in _defined(node)}
-    return {name for node in nodes for name in _names(node) - _bound(node)} - known
+    return {name for node in nodes for name in _used_names(node) - _bound(node)} - known
 
 
 def _called_name(nodes: Sequence[ast.AST]) -> str:

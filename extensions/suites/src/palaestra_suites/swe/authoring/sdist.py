@@ -204,7 +204,9 @@ async def make_repository(files: Mapping[str, SourceFile], path: Path, message: 
     """
     settings = ["git", "-c", "init.defaultBranch=main", "-c", "core.hooksPath=/", "-c", "safe.directory=*"]
     await _git([*settings, "init", "--quiet", "--bare", "--template=", str(path)], b"")
-    await _git([*settings, f"--git-dir={path}", "fast-import", "--quiet", "--force"], _stream(files, message))
+    await _git(
+        [*settings, f"--git-dir={path}", "fast-import", "--quiet", "--force"], _fast_import_input(files, message)
+    )
     commit = await _git([*settings, f"--git-dir={path}", "rev-parse", "refs/heads/main"], b"")
     return commit.decode().strip()
 
@@ -214,7 +216,7 @@ async def _git(argv: list[str], stdin: bytes) -> bytes:
     return done.stdout
 
 
-def _stream(files: Mapping[str, SourceFile], message: str) -> bytes:
+def _fast_import_input(files: Mapping[str, SourceFile], message: str) -> bytes:
     """Return the input of git-fast-import(1) for one commit on main."""
     parts = [b"commit refs/heads/main\n", f"committer {_IDENTITY}\n".encode(), _data(message.encode())]
     for path, file in sorted(files.items()):

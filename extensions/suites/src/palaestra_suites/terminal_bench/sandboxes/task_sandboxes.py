@@ -155,9 +155,9 @@ class TaskSandboxes:
                     its = root if each.recipe == own else await roots.of(f"{spec.name}.{name}", each.recipe)
                     resolved[name] = ResolvedService(each, its)
             plan = ServicePlan(resolved)
-        return await self._open(spec, own, root, plan)
+        return await self._open_sandbox(spec, own, root, plan)
 
-    async def _open(
+    async def _open_sandbox(
         self, spec: TaskSandboxSpec, recipe: ImageRecipe, root: TaskRoot, plan: ServicePlan | None
     ) -> TaskSandbox:
         main = None if plan is None else plan.services[MAIN]

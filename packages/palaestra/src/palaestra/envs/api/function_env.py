@@ -132,7 +132,7 @@ class FunctionEnvironment(HeldOutEnvironment):
         if self.form.preparation is not None:
             rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
             await _call_hook(
-                self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)}
+                self.form.preparation, {"task": _constant(task), "sandbox": _constant(sandbox), "rng": _constant(rng)}
             )
 
     def recipe(self, task: Task) -> JSON:
@@ -155,7 +155,7 @@ class FunctionEnvironment(HeldOutEnvironment):
         if self.form.made_state is not None:
             CURRENT.set(rollout)  # in the task of this hook only
             rng = random.Random(f"{self.config.seed}:{rollout.task.id}:state")
-            sources = {"task": _known(rollout.task), "rng": _known(rng)}
+            sources = {"task": _constant(rollout.task), "rng": _constant(rng)}
             rollout.keep_state(RolloutState(await _call_hook(self.form.made_state, sources)))
 
     @property
@@ -174,12 +174,12 @@ class FunctionEnvironment(HeldOutEnvironment):
         # A user that is asked again, after a resume, draws the same numbers.
         rng = random.Random(f"{self.config.seed}:{rollout.rollout_id}:user:{turn}")
         sources: dict[str, Source] = {
-            "task": _known(rollout.task),
-            "state": _known(None if rollout.state is None else rollout.state.value),
-            "messages": _known([dict(message) for message in messages]),
-            "rollout": _known(rollout),
+            "task": _constant(rollout.task),
+            "state": _constant(None if rollout.state is None else rollout.state.value),
+            "messages": _constant([dict(message) for message in messages]),
+            "rollout": _constant(rollout),
             "sandbox": rollout.sandbox,
-            "rng": _known(rng),
+            "rng": _constant(rng),
         }
         return _user_message(await _call_hook(hook, sources), hook.name)
 
@@ -194,9 +194,9 @@ class FunctionEnvironment(HeldOutEnvironment):
             return None if rollout.state is None else rollout.state.copy()
 
         sources: dict[str, Source] = {
-            "task": _known(rollout.task),
+            "task": _constant(rollout.task),
             "state": state,
-            "rollout": _known(rollout),
+            "rollout": _constant(rollout),
             "sandbox": commands.slot,
             "rng": rng,
         }
@@ -252,11 +252,11 @@ def _uses_sandbox(hook: Hook) -> bool:
     return code is None or "sandbox" in code.co_names
 
 
-def _known(value: object) -> Source:
-    async def source() -> object:
+def _constant(value: object) -> Source:
+    async def constant() -> object:
         return value
 
-    return source
+    return constant
 
 
 def _user_message(said: object, hook: str) -> Message | None:

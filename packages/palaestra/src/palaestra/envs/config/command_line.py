@@ -196,7 +196,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
         """Parse `argv` (without the program's name), with the process's variables and those of a `.env` file, which
         rank lower. The settings of a `recorded` run rank between variables and flags. Raises `ConfigError`."""
-        command, flags = self._split(argv)
+        command, flags = self._split_words(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             named = [word for written, words in flags if written == "--help-all" for word in words]
             if named:
@@ -209,7 +209,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 _known_here(said_settings(recorded, "env"), self.env_type), _known_here(own_servers, self.server_type)
             )  # fmt: skip
         for written, words in flags:
-            self._take(given, written, words)
+            self._take_flag(given, written, words)
         env, servers, replaced = self._merge(command, given, environ, dotenv)
         if given.show_config:
             return Answer(_merged(env, servers))
@@ -218,7 +218,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def check_flags(self, argv: Sequence[str]) -> None:
         """Raise `ConfigError` for an unknown flag in `argv`, unless `argv` requests help. This check does not need the
         environment's own values."""
-        flags = [written for written, _ in self._split(argv)[1]]
+        flags = [written for written, _ in self._split_words(argv)[1]]
         if {"--help", "-h", "--help-all"}.isdisjoint(flags):
             for written in flags:
                 if written not in _OWN:
@@ -288,7 +288,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
         return env, servers, replaced
 
-    def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
+    def _split_words(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
         """Split the words into the command and the flags, each as written with the words that follow it."""
         rest = list(argv)
         command = self.command
@@ -311,24 +311,24 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             raise ConfigError(f"{problem}; use process, evaluate or serve.{nearest(command or '', COMMANDS)}")
         return command, flags
 
-    def _take(self, given: _Given, written: str, words: list[str]) -> None:
+    def _take_flag(self, given: _Given, written: str, words: list[str]) -> None:
         match written:
             case "--show-config":
-                given.show_config = bool(self._read(bool, written, words))
+                given.show_config = bool(self._read_value(bool, written, words))
             case "--slurm" | "--testing" | "--dry-run" | "--json":
-                given.switches[written[2:]] = bool(self._read(bool, written, words))
+                given.switches[written[2:]] = bool(self._read_value(bool, written, words))
             case "--config":
-                given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
+                given.files += [read_file(Path(word)) for word in words or [self._read_value(str, written, words)]]
             case "--mcp" if "mcp_servers" in self.env_type.model_fields:
                 annotation = self.env_type.model_fields["mcp_servers"].annotation
-                for word in words or [self._read(str, written, words)]:
+                for word in words or [self._read_value(str, written, words)]:
                     given.add("env", "mcp_servers", read_servers(Path(word)), written, annotation)
             case "--policy":
-                given.policy = self._read(str, written, words)
+                given.policy = self._read_value(str, written, words)
             case "--resume":
-                given.resume = Path(self._read(str, written, words))
+                given.resume = Path(self._read_value(str, written, words))
             case "--failed-of":
-                given.choose(_failed_of(self._read(str, written, words)), written)
+                given.choose(_failed_of(self._read_value(str, written, words)), written)
             case _:
                 # Before the value is read, because an error message about it would show it.
                 if is_secret(written.replace("-", "_")):
@@ -342,7 +342,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so it has no keys to set")
         key, entry = name + dot + (rest or ""), str if holds_texts(annotation) else JSON
-        value = self._read(entry if dot else annotation, written, words)
+        value = self._read_value(entry if dot else annotation, written, words)
         if written == "--backend" and written in given.spelled["env"].values():
             value = f"{given.values['env'][key]} {value}"  # a repeated `--backend` adds a backend
         given.add(group, key, value, written, annotation)
@@ -369,7 +369,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         found = find_setting(model_type, name) if group in ("env", "openai") else None
         return group, name, rest if dot else None, found
 
-    def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
+    def _read_value(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:
             return read_words(annotation, words)
         except ValueError as error:
@@ -483,7 +483,7 @@ class _Given:
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
-        target[key] = _joined(target.get(key), value, annotation)
+        target[key] = _merged_values(target.get(key), value, annotation)
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
 
 
@@ -669,7 +669,7 @@ def setting_of(flag: str) -> str:
     return f"{group}.{name.partition('.')[0].replace('-', '_')}" if name else flag
 
 
-def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
+def _merged_values(old: JSON, new: JSON, annotation: Annotation) -> JSON:
     """Join lists and mappings of repeated flags; for other types, the last value wins."""
     if takes_sequence(annotation) and isinstance(old, list) and isinstance(new, list):
         return old + new
@@ -739,14 +739,14 @@ def _help_of(line: CommandLine[BaseModel, BaseModel], name: str) -> str:
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
     """Return every value with its source, one per line: `env.seed = 4 # command line`. Settings with an own name come
     first, by that name."""
-    rows = sorted(_rows("env", env), key=lambda row: row[0].startswith("env."))
+    rows = sorted(_setting_rows("env", env), key=lambda row: row[0].startswith("env."))
     for index, server in enumerate(servers):
-        rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
+        rows += _setting_rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
     width = min(max(len(left) for left, _ in rows), 70)
     return "".join(f"{left:<{width}}  # {source}\n" for left, source in rows)
 
 
-def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
+def _setting_rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
     for name, source in config.sources.items():
         own = _own_name(f"{group}.{name}")
         shown = f"{own or f'{group}.{name}'} = {_value_text(name, getattr(config.value, name))}"

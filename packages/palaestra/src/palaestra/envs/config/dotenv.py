@@ -94,7 +94,7 @@ def read_variables(path: Path) -> dict[str, str]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigError(f"{path}, line {number} is not NAME=value; quote a value that contains quotes")
-        found[match["name"]] = _value(match)
+        found[match["name"]] = _unquoted(match)
     return found
 
 
@@ -102,7 +102,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would never open
 
 
-def _value(match: re.Match[str]) -> str:
+def _unquoted(match: re.Match[str]) -> str:
     if match["single"] is not None:
         return match["single"]
     if match["double"] is not None:

@@ -145,7 +145,9 @@ def read_file(path: Path) -> FileSettings:
 def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:
     """Return a layer with the variables that OpenAI's own client reads."""
     named = {
-        name: variable for variable, name in _known(_OPENAI_VARIABLES, model_type).items() if environ.get(variable)
+        name: variable
+        for variable, name in _known_settings(_OPENAI_VARIABLES, model_type).items()
+        if environ.get(variable)
     }
     return ConfigLayer(where, {name: environ[variable] for name, variable in named.items()}, named)
 
@@ -158,7 +160,9 @@ def read_environ(
     `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     exported = _CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS
-    named = _known({variable: name for variable, name in exported.items() if environ.get(variable)}, model_type)
+    named = _known_settings(
+        {variable: name for variable, name in exported.items() if environ.get(variable)}, model_type
+    )
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
         named.pop(_SLOT_POOL[0], None)
     # Added last: of two variables for one setting, the later one counts, which is the one with our name.
@@ -184,7 +188,7 @@ def read_environ(
     return ConfigLayer(where, values, spelled)
 
 
-def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
+def _known_settings(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
     return {
         each: name
         for each, name in named.items()

@@ -209,7 +209,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     # Before anything is played, so that a set which is killed can be resumed.
     write_set(folder, found)
     mark_origin(folder, found.facts())
-    return _play(folder, members, [])
+    return _play_runs(folder, members, [])
 
 
 def resume_set(folder: Path, settings: Sequence[str]) -> int:
@@ -224,10 +224,10 @@ def resume_set(folder: Path, settings: Sequence[str]) -> int:
         )
     if Path(found.place).is_dir():
         os.chdir(found.place)
-    return _play(folder, found.members, settings)
+    return _play_runs(folder, found.members, settings)
 
 
-def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> int:
+def _play_runs(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> int:
     """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
     is not 0."""
     lines = [_parse_member(each, settings) for each in members]

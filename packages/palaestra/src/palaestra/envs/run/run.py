@@ -548,7 +548,7 @@ class CommandRun:
             self.resumable = False
             raise
         finally:
-            await self._finish(totals or Totals())
+            await self._finish_run(totals or Totals())
         return RunReport(
             exit_code=limits.exit_code if limits.reason else self.exit_code,
             totals=totals,
@@ -560,7 +560,7 @@ class CommandRun:
             exit_reason=limits.message if limits.reason else self.exit_reason,
         )
 
-    async def _finish(self, totals: Totals) -> None:
+    async def _finish_run(self, totals: Totals) -> None:
         """Close the run's files, and print how it ended unless it never began."""
         output, figures = self.output, dict[str, float]()
         try:
@@ -642,7 +642,7 @@ class CommandRun:
         itself, nothing changes."""
         loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
 
-        def drain() -> None:
+        def end_on_signal() -> None:
             if limits.reason == INTERRUPTED_BY:
                 running.cancel()
             else:
@@ -656,7 +656,7 @@ class CommandRun:
         with contextlib.suppress(
             NotImplementedError, RuntimeError, ValueError
         ):  # signal handlers can be set only in the main thread
-            loop.add_signal_handler(signal.SIGTERM, drain)
+            loop.add_signal_handler(signal.SIGTERM, end_on_signal)
         try:
             yield
         finally:

@@ -349,7 +349,7 @@ def open_output(
     """Open the output of a new run, or of the run to resume. `reference` names the environment for a later replay.
     `root` is the folder of all runs, or, if `named`, of this run. `official_name` is the benchmark's name for its
     verdict. The rollouts of a counterfactual run begin at the point `begins`."""
-    settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
+    settings = {"environment": reference, "folder": str(Path.cwd()), **_recorded_settings(parsed)}
     settings |= {} if official_name == OFFICIAL else {"official_name": official_name}
     settings |= {"compat": True} if old_imports_allowed() else {}
     settings["provenance"] = provenance(reference)
@@ -491,7 +491,7 @@ def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[st
     )
 
 
-def _settings(parsed: RunLine) -> dict[str, JSON]:
+def _recorded_settings(parsed: RunLine) -> dict[str, JSON]:
     values = {
         "command": parsed.command,
         "env": parsed.env_config.recorded(),

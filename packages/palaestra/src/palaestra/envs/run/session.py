@@ -138,7 +138,7 @@ class Session:
         chosen = [await self._find(task) if isinstance(task, str) else task for task in tasks]
         with python_names():
             return await asyncio.gather(
-                *(self._groups.create_task(self._roll_out(task, group_size)) for task in chosen)
+                *(self._groups.create_task(self._play_group(task, group_size)) for task in chosen)
             )
 
     async def tools(self, task: str | Task) -> list[JSON]:
@@ -162,7 +162,7 @@ class Session:
             self._plays.append(play)
         finally:
             PLAYER.reset(token)
-        await play._next()
+        await play._wait_for_turn()
         return play
 
     async def _one_attempt(self, task: Task) -> Group:
@@ -170,7 +170,7 @@ class Session:
         settings = replace(self._runner.run_context.settings, group_size=1, infra_retries=0, whole_groups=False)
         return await self._runner.roll_out(next(self._numbers), task, settings)
 
-    async def _roll_out(self, task: Task, group_size: int | None) -> Group:
+    async def _play_group(self, task: Task, group_size: int | None) -> Group:
         async with self._places:
             if self._runner.gate is not None and not await self._runner.gate():
                 raise RunStopped(f"the run was stopped: {self._runner.run_context.limits.message}")
@@ -263,9 +263,9 @@ class Play:
         if self._group.done():
             raise InfraError(f"the rollout of {self.task.id} has ended")
         self._player.replies.put_nowait(message)
-        await self._next()
+        await self._wait_for_turn()
 
-    async def _next(self) -> None:
+    async def _wait_for_turn(self) -> None:
         """Wait until it is the agent's turn, or the rollout has ended."""
         asked = asyncio.ensure_future(self._player.asked.get())
         try:

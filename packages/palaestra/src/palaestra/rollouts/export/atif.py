@@ -217,7 +217,7 @@ class _Steps:
         self.steps: list[AtifStep] = []
         self.remarks: set[str] = set()
         self._turns = dict(enumerate(trajectory.turns, 1))
-        self._sampled = _sampled(trajectory)
+        self._sampled = _sampled_turns(trajectory)
         if len(self._sampled) < len(trajectory.turns) and trajectory.ledger is not None:
             self.remarks.add("without the token ids of some turns")
 
@@ -294,7 +294,7 @@ class _Steps:
     def _part(self, part: JSON) -> AtifPart:
         if (text := part_text(part)) is not None:
             return AtifPart(type="text", text=text)
-        if (source := _image(part)) is not None:
+        if (source := _image_source(part)) is not None:
             return AtifPart(type="image", source=source)
         self.remarks.add(f"without a message part of the kind {part_kind(part)!r}")
         return AtifPart(type="text", text=f"[{part_kind(part)}]")
@@ -308,7 +308,7 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
     return AtifToolCall(tool_call_id=call.id, function_name=call.name, arguments=parsed or {}, extra=_ours(kept))
 
 
-def _image(part: JSON) -> AtifSource | None:
+def _image_source(part: JSON) -> AtifSource | None:
     """Return the location of an image; None if its address does not show a supported type, or if the image has further
     settings, such as `detail`."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
@@ -319,7 +319,7 @@ def _image(part: JSON) -> AtifSource | None:
     return AtifSource(media_type=named, path=url) if named in IMAGE_TYPES else None
 
 
-def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
+def _sampled_turns(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
     """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that contain them. Segments of
     sub-agents are ignored; if the other segments have more or fewer model calls than the agent has turns, the result is
     empty. Turns without sampled ids, or with a log-probability that is not finite, are left out."""

@@ -251,11 +251,11 @@ class GroupsFile:
         line = None
         if not counterfactual(group):
             line = group_line(group, env=self._env, model=self._model, messages=self._messages)
-        self._take(group.number, b"" if line is None else encode_line(line))
+        self._take_line(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
         """Stop waiting for the group with this number."""
-        self._take(number, b"")
+        self._take_line(number, b"")
 
     def close(self) -> None:
         """Write the lines that still wait for a missing group, in the order of the groups' numbers, and close the file.
@@ -268,7 +268,7 @@ class GroupsFile:
                 return
             try:
                 for number in sorted(self._waiting):
-                    self._write(self._fetch(number))
+                    self._write_lines(self._fetch(number))
             finally:
                 self._waiting.clear()
                 self._aside.close()
@@ -276,7 +276,7 @@ class GroupsFile:
                 with writing(self.path):  # the file is buffered, so data of a failed write may remain
                     file.close()
 
-    def _take(self, number: int, line: bytes) -> None:
+    def _take_line(self, number: int, line: bytes) -> None:
         with self._lock:
             if self._file is None:
                 raise ValueError(f"{self.path} is already closed, so group {number} cannot be added")
@@ -291,7 +291,7 @@ class GroupsFile:
             while self._next in self._waiting:
                 ready += self._fetch(self._next)
                 self._next += 1
-            self._write(bytes(ready))
+            self._write_lines(bytes(ready))
             if not self._waiting:
                 self._aside.truncate(0)
 
@@ -316,7 +316,7 @@ class GroupsFile:
         place, size = self._waiting.pop(number)
         return os.pread(self._aside.fileno(), size, place)
 
-    def _write(self, lines: bytes) -> None:
+    def _write_lines(self, lines: bytes) -> None:
         if lines:
             assert self._file is not None
             with writing(self.path):

@@ -52,7 +52,7 @@ class Duplicates:
     def repeats(self, rollout_id: str, messages: Sequence[Message]) -> str:
         """Return the id of an earlier rollout with this conversation. If there is none, return an empty string and
         remember the conversation."""
-        words = _words(messages)
+        words = _conversation_words(messages)
         digest = hashlib.sha256(" ".join(words).encode()).digest()
         if (earlier := self._equal.get(digest)) is not None:
             return earlier
@@ -72,7 +72,7 @@ def duplicates_of(meta: ExportMeta) -> Duplicates | None:
     return None if similarity is None else Duplicates(float(similarity))
 
 
-def _words(messages: Sequence[Message]) -> list[str]:
+def _conversation_words(messages: Sequence[Message]) -> list[str]:
     said = []
     for message in chat_messages(messages):
         if message.role != "system":

@@ -99,7 +99,7 @@ def inspect_sample(trajectory: Trajectory, epoch: int, meta: ExportMeta) -> tupl
         "input": asked,
         "target": "",
         "messages": messages,
-        "output": _output(trajectory, replies, meta.model),
+        "output": _model_output(trajectory, replies, meta.model),
         "scores": dict(_scores(trajectory)),
         "metadata": {OURS: _facts(trajectory, meta)},
         "store": {},
@@ -223,7 +223,7 @@ def _content(message: ChatMessage, remarks: set[str]) -> JSON:
     return parts
 
 
-def _output(trajectory: Trajectory, replies: list[dict[str, JSON]], model: str) -> dict[str, JSON]:
+def _model_output(trajectory: Trajectory, replies: list[dict[str, JSON]], model: str) -> dict[str, JSON]:
     if not replies:
         return {"model": model, "choices": [], "completion": ""}
     last = replies[-1]

@@ -59,7 +59,7 @@ def openai_message(message: ChatMessage) -> Message:
         line["reasoning_content"] = message.reasoning
     if message.calls:
         line["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments_text(call)}}
             for call in message.calls
         ]
     if message.role == "tool":
@@ -94,7 +94,7 @@ def remarks_on(conversation: Sequence[ChatMessage]) -> list[str]:
     return remarks
 
 
-def _arguments(call: MessageCall) -> str:
+def _arguments_text(call: MessageCall) -> str:
     return call.arguments if call.arguments.strip() else "{}"
 
 

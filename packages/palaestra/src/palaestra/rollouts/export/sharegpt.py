@@ -72,7 +72,7 @@ def alternating(
         turns.take(message)
     turns.end()
     if tools and not turns.in_text:
-        turns.system.append(_TOOLS_TEXT.format(tools=_body(list(tools))))
+        turns.system.append(_TOOLS_TEXT.format(tools=_tag_content(list(tools))))
     opening = [{"from": "system", "value": "\n\n".join(turns.system)}] if turns.system else []
     return [*opening, *turns.turns], turns.remarks
 
@@ -101,7 +101,7 @@ class _Turns:
             return
         if message.name:
             self.remarks.add("without the speaker's name")
-        self._answer()
+        self._write_results()
         if message.role == "system" and not self.turns:
             self.system.append(message.text)
         elif message.role in ("user", "system"):
@@ -113,7 +113,7 @@ class _Turns:
 
     def end(self) -> None:
         """Close the last turn. Turns after the last reply are removed, because readers count turns in pairs."""
-        self._answer()
+        self._write_results()
         while self.turns and self.turns[-1]["from"] != "gpt":
             self.turns.pop()
             self.remarks.add("without the messages after the last reply")
@@ -149,7 +149,7 @@ class _Turns:
             raise Unfit("has a tool result without a call")
         self._results.append(message)
 
-    def _answer(self) -> None:
+    def _write_results(self) -> None:
         """Write the results of the last calls as one turn, in the order of the calls."""
         if self._results:
             # Reversed, so that of several calls with the same id the first one counts.
@@ -167,11 +167,11 @@ def _spoken(message: ChatMessage) -> str:
     """Return a reply in the form in which the model would have written it: thinking, text, calls."""
     parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
     parts += [message.text] if message.text else []
-    parts += [_tagged("tool_call", {"name": call.name, "arguments": _arguments(call)}) for call in message.calls]
+    parts += [_tagged("tool_call", {"name": call.name, "arguments": _arguments_value(call)}) for call in message.calls]
     return "\n".join(parts)
 
 
-def _arguments(call: MessageCall) -> JSON:
+def _arguments_value(call: MessageCall) -> JSON:
     """Return the arguments as an object. Malformed text stays text, so that it does not look well-formed."""
     parsed = call.parsed()
     return call.arguments if parsed is None else parsed
@@ -183,10 +183,10 @@ def _returned(result: ChatMessage, names: Mapping[str, str]) -> str:
 
 
 def _tagged(tag: str, value: JSON) -> str:
-    return f"<{tag}>\n{_body(value)}\n</{tag}>"
+    return f"<{tag}>\n{_tag_content(value)}\n</{tag}>"
 
 
-def _body(value: JSON) -> str:
+def _tag_content(value: JSON) -> str:
     """Return JSON for a tag's content. A closing tag inside it is escaped as JSON, so that no reader stops too
     early."""
     return _json(value).replace("</tool", "\\u003c/tool")

@@ -68,7 +68,7 @@ class TableExporter:
         text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
         writer = csv.writer(UnixRows(text))
         writer.writerow(COLUMNS)
-        writer.writerows(line.cells() for line in _lines(groups, meta, report))
+        writer.writerows(line.cells() for line in _table_lines(groups, meta, report))
         # Otherwise the wrapper would close the caller's file when it is deleted.
         text.detach()
         return report
@@ -86,12 +86,12 @@ class MarkdownExporter:
         report = ExportReport()
         right = ("rollouts", "scored", "mean", "best", "official")
         rules = ["---:" if column in right else "---" for column in COLUMNS]
-        for cells in [COLUMNS, rules, *(map(_cell, line.cells()) for line in _lines(groups, meta, report))]:
+        for cells in [COLUMNS, rules, *(map(_cell, line.cells()) for line in _table_lines(groups, meta, report))]:
             out.write(f"| {' | '.join(cells)} |\n".encode(errors="backslashreplace"))
         return report
 
 
-def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> Iterator[_Line]:
+def _table_lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> Iterator[_Line]:
     total = _Line("TOTAL", [], Counter(), [], Counter(), total=True)
     for group in groups:
         chosen = list(report.chosen(group, meta))

@@ -164,7 +164,7 @@ def exported_rows(
     elif trajectory.turns:
         rows = [msgspec.structs.replace(trajectory.row, finish_reason=trajectory.turns[-1].finish_reason or "")]
     for row in rows:
-        _check(row, trajectory)
+        _check_row(row, trajectory)
     exported = [_exported(row, trajectory, len(rows)) for row in rows]
     if trajectory.parent is not None:
         parent = f"{trajectory.group_id}/{trajectory.parent.index}", trajectory.parent.turn
@@ -180,7 +180,7 @@ def _first_trained(row: TokenRow) -> int:
     return next((place for place, mask in enumerate(row.masks) if mask != UNTRAINED), len(row.tokens))
 
 
-def _check(row: TokenRow, trajectory: Trajectory) -> None:
+def _check_row(row: TokenRow, trajectory: Trajectory) -> None:
     where = f"rollout {trajectory.rollout_id}, segment {row.segment}"
     lengths = {len(row.tokens), len(row.masks), *(() if row.logprobs is None else [len(row.logprobs)])}
     if len(lengths) != 1:

@@ -30,7 +30,7 @@ def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
     """Add a mark for this part of the run to `folder`, computed from the part's recorded settings (`config`). If the
     key cannot be stored, the part stays unmarked."""
     try:
-        mark = _mark(folder, config, _key(make=True))
+        mark = _mark(folder, config, _user_key(make=True))
         with open(folder / MARKS, "a", opener=private) as file:
             file.write(f"{mark}\n")
     except OSError:
@@ -47,7 +47,7 @@ def made_here(folder: Path, config: Mapping[str, JSON]) -> bool:
     """Return whether this user recorded the run in this folder on this machine, with these recorded settings."""
     try:
         marks = read_regular(folder / MARKS).decode().split()
-        ours = _mark(folder, config, _key())
+        ours = _mark(folder, config, _user_key())
     except (OSError, ValueError):
         return False
     return any(hmac.compare_digest(mark.encode(), ours.encode()) for mark in marks)
@@ -60,7 +60,7 @@ def _mark(folder: Path, config: Mapping[str, JSON], key: bytes) -> str:
     return hmac.new(key, f"{folder.resolve()}\n{plain}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
 
-def _key(*, make: bool = False) -> bytes:
+def _user_key(*, make: bool = False) -> bytes:
     """Return the key of this user. Raises OSError if it is missing or damaged."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(state, "palaestra", "run.key")

@@ -150,7 +150,7 @@ class Recording:
                 if torn[0]:
                     raise damaged(self.path, *torn)
                 try:
-                    self._note(decode_head(line), place, line)
+                    self._index_line(decode_head(line), place, line)
                 except (*UNREADABLE, ValueError) as error:
                     torn = number, str(error)
                 except KeyError as group:
@@ -159,7 +159,7 @@ class Recording:
         if not self.meta.run_id:
             raise ConfigError(f"{self.path} does not start like a journal: it does not name a run")
 
-    def _note(self, head: LineHead, place: int, line: bytes) -> None:
+    def _index_line(self, head: LineHead, place: int, line: bytes) -> None:
         if head.event == "run" and not self.meta.run_id:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":

@@ -99,7 +99,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     if groups is not None:
         # a killed run has not written all of its lines
         due = run.due() if run.over else set()
-        verdict.violation = next(_lines(groups, run.ends, run.written, due, grades, verdict), "")
+        verdict.violation = next(_line_violations(groups, run.ends, run.written, due, grades, verdict), "")
     if exported is not None and verdict.ok:
         verdict.violation = next(_exported(exported, run.ends, grades, verdict), "")
     return verdict
@@ -330,7 +330,7 @@ class _Written:
         return cls(checksum(line_messages(trajectory)), frozenset(entries))
 
 
-def _lines(
+def _line_violations(
     groups: Path,
     ends: dict[str, Trajectory],
     written: Mapping[str, _Written],
@@ -400,7 +400,7 @@ def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[st
         ):
             continue
         if not isinstance(given, list) or not isinstance(wanted, list):
-            yield f"{key} is {_short(given)}; the journal has {_short(wanted)}"
+            yield f"{key} is {_short_json(given)}; the journal has {_short_json(wanted)}"
         elif len(given) != len(wanted):
             yield f"{len(given)} rows of {key}; the journal has {len(wanted)}"
         else:
@@ -425,7 +425,7 @@ def _compared_messages(
             yield f"the entry of rollout {each.rollout_id} differs from the journal"
 
 
-def _short(value: JSON) -> str:
+def _short_json(value: JSON) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 

@@ -266,7 +266,7 @@ def _scored_otherwise(first: RunScores, other: RunScores) -> str:
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
     """Return the settings and versions (with the environment file's hash) that differ between the runs, each with the
     value in every run."""
-    values = [_settings(run.config) for run in runs]
+    values = [_flat_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}
     said = set().union(*map(_set_settings, runs))
@@ -284,7 +284,7 @@ def _set_settings(run: RunScores) -> set[str]:
     return {name for name, source in (run.config.get("sources") or {}).items() if source != DEFAULT}
 
 
-def _settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
+def _flat_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
     env = {f"env.{name}": value for name, value in (config.get("env") or {}).items() if name not in _HERE}
     servers = config.get("openai") or []
     openai = {

@@ -185,25 +185,25 @@ class PlainConsole(Console):
             return  # the samples of a batch: status lines and the summary count them
         total = "" if self.groups_total is None else f"/{self.groups_total}"
         if line := describe(group, self._failures.add(group), self.score_name, self.official_name):
-            self._write(f"[{self.groups_done}{total}] {line}")
+            self._write_line(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:
         """Report the groups of earlier parts of the run in one line."""
         if self._kept:
-            self._write(f"{plural(self._kept, 'group')} kept from earlier parts of the run")
+            self._write_line(f"{plural(self._kept, 'group')} kept from earlier parts of the run")
             self._kept = 0
 
     def note(self, text: str) -> None:
-        self._write(printable(text))
+        self._write_line(printable(text))
 
     def _write_status(self) -> None:
         if self._clock.monotonic() - self._wrote_at < STATUS_EVERY_S:
             return
         running = ", ".join(f"{count} {stage}" for stage, count in self.running())
         eta = "" if self.eta_s is None else f"ETA {duration(self.eta_s)}"
-        self._write(_joined(self.counts(), f"running {running}" if running else "", self.results(), eta))
+        self._write_line(_joined(self.counts(), f"running {running}" if running else "", self.results(), eta))
 
-    def _write(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         self._wrote_at = self._clock.monotonic()
         # The log's reader is gone, or the stream is closed (ValueError); the run is not affected.
         with contextlib.suppress(OSError, ValueError):

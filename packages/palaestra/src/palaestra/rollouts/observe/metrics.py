@@ -81,11 +81,11 @@ class Figures:
             self._from_store += group.from_store
             self._seconds["prepare"].append(group.prepare_s)
         for trajectory in group.trajectories:
-            self._count(trajectory)
+            self._count_rollout(trajectory)
             for stage, seconds in stage_seconds(trajectory.beside):
                 self._seconds[stage].append(seconds)
 
-    def _count(self, trajectory: Trajectory) -> None:
+    def _count_rollout(self, trajectory: Trajectory) -> None:
         self._totals.update(
             {
                 "rollouts": 1,
@@ -140,7 +140,7 @@ class Figures:
         groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
         if prepared := len(self._seconds.get("prepare", ())):
             groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
-        return groups | self._counts(tasks) | self._reward(tasks) | self._official() | seconds | metrics
+        return groups | self._outcome_counts(tasks) | self._reward(tasks) | self._official() | seconds | metrics
 
     def criteria(self) -> dict[str, float]:
         """Return the mean of each of the environment's own metrics over the rollouts that report it."""
@@ -175,7 +175,7 @@ class Figures:
     def _by_task(self, rewards: array[float] | None = None) -> _Tasks:
         return _Tasks(self._tasks, self._scored, self._lost, self._ran, self._rewards if rewards is None else rewards)
 
-    def _counts(self, tasks: _Tasks) -> dict[str, float]:
+    def _outcome_counts(self, tasks: _Tasks) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
         more = (self.unfinished + self.refused) * self._group_size
         numbers: dict[str, float] = {"rollouts_planned": self._planned + more}

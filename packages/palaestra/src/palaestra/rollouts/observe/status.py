@@ -307,13 +307,13 @@ class RunReader:
                 if not line.endswith(b"\n"):
                     break  # being written, or torn by a kill
                 try:
-                    self._take(_LINES.decode(line))
+                    self._take_line(_LINES.decode(line))
                 except UNREADABLE as error:
                     raise ConfigError(f"{self.journal}: the line at byte {self._offset} is damaged: {error}") from None
                 self._offset += len(line)
         return self._standing()
 
-    def _take(self, line: _Line) -> None:
+    def _take_line(self, line: _Line) -> None:
         status = self._status
         last_at, status.last_at = status.last_at, max(status.last_at, line.at)
         match line.event:
@@ -415,7 +415,7 @@ class RunReader:
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
         )
-        refused = self._refused()
+        refused = self._refused_counts()
         status.planned += sum(refused)
         lacking = [*(self._lacking(groups) for groups in by_task.values()), *refused]
         self._average(status, [*tasks, *([] for _ in refused)], lacking)
@@ -427,7 +427,7 @@ class RunReader:
         # f_bavail and not f_bfree, part of which only root may use.
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
-        self._count(status)
+        self._count_tokens(status)
         self._in_flight(status)
         self._place(status)
         return status
@@ -517,7 +517,7 @@ class RunReader:
             tasks[self._task_ids.get(name) or name].append(name)
         return tasks
 
-    def _refused(self) -> list[int]:
+    def _refused_counts(self) -> list[int]:
         """Return the number of rollouts of each task that the environment of an evaluation refused, which the metrics
         of an ended run have."""
         if not self._ended or self._status.kind != "eval":
@@ -542,7 +542,7 @@ class RunReader:
         status.in_flight = {stage: count for stage, count in left.items() if count > 0}
         status.oldest = [each for each in status.oldest if each.name not in ended]
 
-    def _count(self, status: RunStatus) -> None:
+    def _count_tokens(self, status: RunStatus) -> None:
         usage, total = self.usage, self.usage.total()
         status.prompt_tokens, status.completion_tokens = total.prompt_tokens, total.completion_tokens
         status.cost = usage.cost(self._own_metrics())

@@ -113,9 +113,9 @@ class RunUsage:
             case "taken_up" if line.turns or line.replies:
                 self._take_up(line)
             case "rollout" | "discarded" if line.trajectory is not None:
-                self._end(line.trajectory, kept=line.event == "rollout")
+                self._end_rollout(line.trajectory, kept=line.event == "rollout")
 
-    def _end(self, rollout: RolloutView, *, kept: bool) -> None:
+    def _end_rollout(self, rollout: RolloutView, *, kept: bool) -> None:
         used, flown = Usage.of(rollout), self.in_flight.pop(rollout.rollout_id, InFlight())
         # Replies that were lost in a kill had a cost too.
         if (flown.tokens, flown.models) > (used.tokens, used.models):

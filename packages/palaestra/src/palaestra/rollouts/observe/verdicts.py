@@ -88,7 +88,7 @@ class VerdictCounts:
         about the work that the checks did not see."""
         causes = sorted(self._causes.items(), key=lambda each: -each[1].rollouts)
         for (head, remedy), cause in causes[:_SHOWN_CAUSES]:
-            evidence = _listed([_short(each) for each in cause.evidence], " … ")
+            evidence = _listed([_short_line(each) for each in cause.evidence], " … ")
             yield f"{plural(cause.rollouts, 'rollout')}: {head}: {evidence}; {remedy}"
         if rest := self._more + sum(cause.rollouts for _, cause in causes[_SHOWN_CAUSES:]):
             yield f"{plural(rest, 'further rollout')} with a reward other than the official verdict"
@@ -96,7 +96,7 @@ class VerdictCounts:
             paths = [path for path, _ in self._unseen.most_common()]
             yield (
                 f"{plural(self._blind, 'rollout')} scored 0 and changed paths that the check did not see: "
-                f"{_listed([_short(path) for path in paths], ' and more')}; {how_to_see(paths[:_SHOWN])}"
+                f"{_listed([_short_line(path) for path in paths], ' and more')}; {how_to_see(paths[:_SHOWN])}"
             )
 
 
@@ -104,6 +104,6 @@ def _listed(texts: list[str], more: str) -> str:
     return ", ".join(texts[:_SHOWN]) + (more.rstrip() if len(texts) > _SHOWN else "")
 
 
-def _short(text: str) -> str:
+def _short_line(text: str) -> str:
     line = " ".join(printable(text[: 2 * _SHOWN_CHARS]).split())
     return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 1] + "…"

@@ -79,7 +79,7 @@ class Writer:
     def open(self) -> AppendedFile:
         """Return the file, created if it does not exist. Raises `ConfigError`."""
         if self._file is None:
-            self._file = _opened(self.path)
+            self._file = _open_for_append(self.path)
         return self._file
 
     async def commit(self) -> None:
@@ -118,7 +118,7 @@ class Reader:
                 if not line.endswith(b"\n"):
                     break  # still being written, or torn by a kill
                 if line.strip():
-                    self._note(self._end, line)
+                    self._index_line(self._end, line)
                 self._end += len(line)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Reader:
             own = heard[best]
         return _lines.decode(os.pread(self._fd, own.size, own.offset))
 
-    def _note(self, offset: int, line: bytes) -> None:
+    def _index_line(self, offset: int, line: bytes) -> None:
         try:
             head = _heads.decode(line)
         except msgspec.ValidationError as error:
@@ -191,7 +191,7 @@ def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
     return recorded > wanted, abs(recorded - wanted)
 
 
-def _opened(path: Path) -> AppendedFile:
+def _open_for_append(path: Path) -> AppendedFile:
     """Open the file for appending. A line torn by a kill is terminated, so that the next line is separate."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

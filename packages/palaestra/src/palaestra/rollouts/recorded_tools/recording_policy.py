@@ -87,9 +87,9 @@ class RunWorld:
     def rollout(self, rollout_id: str, repeats: Repeats = lambda: False) -> RolloutWorld:
         """Return the recorded replies for a rollout that starts now. `repeats` returns whether the rollout still
         repeats turns of an earlier part of the run."""
-        return RolloutWorld(rollout_id, partial(self._answer, repeats), replayed=self.replayed)
+        return RolloutWorld(rollout_id, partial(self._answer_call, repeats), replayed=self.replayed)
 
-    async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
+    async def _answer_call(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
         # calls of a session are made again, because they restore the session's state
         judging = self._asks_models and judges(call)
         if self._before is not None and (repeats() or judging) and not call.session:

@@ -70,7 +70,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
     """Return the reason why two texts differ. `asked` has all text that the agent had written in its calls so far."""
     if _numbers(recorded) != _numbers(replayed):
         return Kind.OTHER
-    was, now = _text(recorded), _text(replayed)
+    was, now = _reply_strings(recorded), _reply_strings(replayed)
     for kind, shape in _SHAPES.items():
         if _masked(was, [shape]) == _masked(now, [shape]):
             return kind
@@ -78,7 +78,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
     was, now = _masked(was, shapes), _masked(now, shapes)
     if was == now:
         return next(kind for kind, shape in _SHAPES.items() if shape.findall(recorded) != shape.findall(replayed))
-    if sorted(was.splitlines()) == sorted(now.splitlines()) or sorted(_words(was)) == sorted(_words(now)):
+    if sorted(was.splitlines()) == sorted(now.splitlines()) or sorted(_bare_words(was)) == sorted(_bare_words(now)):
         return Kind.ORDER
     # Numbers and words may be results of the work. They count as ids, times or random only if a call asks for such.
     for kind, (hint, varying) in _HINTS.items():
@@ -90,7 +90,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
 def first_difference(recorded: str, replayed: str, most: int = 200) -> tuple[str, str]:
     """Return the first line that differs, from each of the two texts, cut to `most` characters around the
     difference."""
-    was, now = _text(recorded).splitlines() or [""], _text(replayed).splitlines() or [""]
+    was, now = _reply_strings(recorded).splitlines() or [""], _reply_strings(replayed).splitlines() or [""]
     place = next((n for n, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     one, other = (lines[place] if place < len(lines) else "" for lines in (was, now))
     if one == other:  # the difference is in a part that is not shown, such as a number
@@ -105,24 +105,24 @@ def _masked(text: str, shapes: Sequence[re.Pattern[str]]) -> str:
     return re.sub(r"[ \t]+", " ", text)  # columns are padded to the width of their content
 
 
-def _words(text: str) -> list[str]:
+def _bare_words(text: str) -> list[str]:
     return [word.strip(",;[](){}") for word in text.split()]
 
 
-def _text(content: str) -> str:
+def _reply_strings(content: str) -> str:
     """Return the strings of a tool's reply, one per line."""
-    reply = _decoded(content)
+    reply = _json_reply(content)
     return content.replace("\\n", "\n") if reply is None else "\n".join(_strings(reply))
 
 
 def _numbers(content: str) -> JSON:
     """Return a tool's reply without its strings, or only its exit codes if the reply is not JSON. Any difference here
     is `other`."""
-    reply = _decoded(content)
+    reply = _json_reply(content)
     return _CODE.findall(content) if reply is None else _without_strings(reply)
 
 
-def _decoded(content: str) -> JSON:
+def _json_reply(content: str) -> JSON:
     try:
         reply = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

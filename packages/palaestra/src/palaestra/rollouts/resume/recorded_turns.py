@@ -225,7 +225,7 @@ class RecordedTurns:
         of this tool with any arguments. Returns None if the recorded turn has no further call of this tool. Call this
         in the order in which the tool calls started, also for parallel calls."""
         same = [call for call in self._calls if call.name == name]
-        call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
+        call = next((call for call in same if _json_or_none(call.arguments) == arguments), same[0] if same else None)
         if call is None:
             return None
         self._calls.remove(call)
@@ -337,7 +337,7 @@ def _elements(text: str) -> Iterator[str]:
 
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
     """Return whether these messages equal the recorded ones, which the journal has as plain JSON."""
-    return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
+    return list(messages) == list(recorded) or _json_or_none(msgspec.json.encode(messages)) == list(recorded)
 
 
 def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
@@ -345,7 +345,7 @@ def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
     return sorted(msgspec.json.encode(each) for each in sampled)
 
 
-def _decoded(text: str | bytes) -> JSON:
+def _json_or_none(text: str | bytes) -> JSON:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

@@ -54,9 +54,10 @@ class Playback:
             self._read.add(group_id)
             group = self._recording.group(group_id)
             for each in group.trajectories if group else ():
-                self._said[each.rollout_id, 0] = _said(each.rollout_id, each)
+                self._said[each.rollout_id, 0] = _recorded_replies(each.rollout_id, each)
                 self._said |= {
-                    (each.rollout_id, sub.number): _said(each.rollout_id, sub) for sub in each.every_subagent()
+                    (each.rollout_id, sub.number): _recorded_replies(each.rollout_id, sub)
+                    for sub in each.every_subagent()
                 }
         return self._said.get((rollout_id, branch), [])
 
@@ -83,7 +84,7 @@ class PlayedBack(NoopPolicy):
         return self._playback.is_over(context, messages)
 
 
-def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
+def _recorded_replies(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
     replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
         return recorded_turns([assistant_message(reply) for reply in replies], conversation.turns)
@@ -170,7 +171,7 @@ class Comparison:
             if first:
                 self.differences.append(difference)
             first = False
-        self._end(recorded, replayed)
+        self._compare_ends(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
         """Yield all differences. Sub-agents come first, since the agent that started them got its answer later."""
@@ -192,7 +193,7 @@ class Comparison:
                 asked.append(call)
                 continue
             if message.get("content") == NOT_FINISHED or place not in now:
-                continue  # the model never read it, or the replay ended before it, which `_end` reports
+                continue  # the model never read it, or the replay ended before it, which `_compare_ends` reports
             was, is_now = _content_text(message), _content_text(now[place])
             self.observations += turn > 0
             if was == is_now:
@@ -201,7 +202,7 @@ class Comparison:
             kind = classify(was, is_now, "\n".join(asked)) if turn else Kind.OTHER
             yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
 
-    def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
+    def _compare_ends(self, recorded: Trajectory, replayed: Trajectory) -> None:
         """Compare rewards and endings, unless the recorded rollout has no reward."""
         if recorded.reward is None:
             self.not_recorded += 1

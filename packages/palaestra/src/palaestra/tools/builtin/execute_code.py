@@ -99,14 +99,14 @@ class _Calls:
     async def answer(self, request: bytes | None) -> bytes:
         """Run one call and return the payload of the answer. Raises `PalaestraError` as the tool does."""
         if request is None:
-            return _refused(f"the arguments of a call may have at most {MAX_REQUEST_BYTES} bytes")
+            return _refusal_reply(f"the arguments of a call may have at most {MAX_REQUEST_BYTES} bytes")
         try:
             asked = json.loads(request)
             name, arguments = str(asked["tool"]), asked["arguments"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return _refused("this is not a call")
+            return _refusal_reply("this is not a call")
         if self.made >= MAX_CALLS:
-            return _refused(f"a program may make at most {MAX_CALLS} calls; nothing was run")
+            return _refusal_reply(f"a program may make at most {MAX_CALLS} calls; nothing was run")
         self.made += 1
         outcome = await self._outcome(name, arguments)
         self.run.state(InnerCalls).called(name, arguments, outcome.text)
@@ -130,7 +130,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     channel: ProgramChannel | None = None
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await _write(slot, folder, str(arguments["code"]), run)
+            await _write_program(slot, folder, str(arguments["code"]), run)
             process = await _spawn_program(slot, folder)
             channel = ProgramChannel(process, MAX_KEPT_BYTES)
             status = await channel.serve(calls.answer)
@@ -144,12 +144,12 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         code, error = -1, f"The program was ended: its call channel received {problem}."
     finally:
         await _clean_up(slot, folder, process)
-    output, kept = _output(channel)
+    output, kept = _program_output(channel)
     output, more = await bounded(slot, output, kept)
     return {"output": output, "exit_code": code, "error": error, "tool_calls_made": calls.made, **more}
 
 
-async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
+async def _write_program(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
     """Write the program, its module and its supervisor into the slot. Raises `ToolMistake` if that fails."""
     callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
     supervisor = files("palaestra.tools.programs").joinpath("program_supervisor.py").read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ async def _own_end(process: Process) -> int:
     return -1 if status.exit_code is None else status.exit_code
 
 
-def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
+def _program_output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
     """Return the output, and a mapping with its full size if a part was dropped."""
     if channel is None:
         return "", None
@@ -202,7 +202,7 @@ async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
             await asyncio.shield(both())
 
 
-def _refused(why: str) -> bytes:
+def _refusal_reply(why: str) -> bytes:
     return json.dumps({"refused": why}).encode()
 
 

@@ -98,7 +98,7 @@ def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
     shown: list[str] = []
     size = 0
     for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):
-        entry = f"{number}|{_cut(line.removesuffix(chr(13)))}"
+        entry = f"{number}|{_shortened_line(line.removesuffix(chr(13)))}"
         # A line end is sent as two characters, because JSON escapes it.
         size += sent_chars(entry) + 2
         if shown and size > MAX_CONTENT_CHARS:
@@ -107,7 +107,7 @@ def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
     return shown
 
 
-def _cut(line: str) -> str:
+def _shortened_line(line: str) -> str:
     if len(line) <= MAX_LINE_CHARS:
         return line
     return f"{line[:MAX_LINE_CHARS]}... [{len(line) - MAX_LINE_CHARS} more characters in this line]"

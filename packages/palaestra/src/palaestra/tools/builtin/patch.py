@@ -181,7 +181,7 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
                     f"{edit.path} is the same file as another in the patch. Name it once; nothing was changed"
                 )
             begun.append(edit)
-            await _put(slot, edit.path, edit.after)
+            await _write_or_remove(slot, edit.path, edit.after)
     except ToolMistake as mistake:
         # A write that failed has changed nothing, so its file is not restored.
         unrestored = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
@@ -199,13 +199,13 @@ async def _put_back(slot: Slot, edits: list[FileEdit]) -> str:
     unrestored: list[str] = []
     for edit in reversed(edits):
         try:
-            await _put(slot, edit.path, edit.before)
+            await _write_or_remove(slot, edit.path, edit.before)
         except ToolMistake:
             unrestored.append(edit.path)
     return ", ".join(unrestored)
 
 
-async def _put(slot: Slot, path: str, file: DecodedFile | None) -> None:
+async def _write_or_remove(slot: Slot, path: str, file: DecodedFile | None) -> None:
     if file is None:
         await remove_file(slot, path)
     else:
@@ -213,7 +213,7 @@ async def _put(slot: Slot, path: str, file: DecodedFile | None) -> None:
 
 
 def _edit_reply(edits: list[FileEdit]) -> dict[str, JSON]:
-    diffs = [unified_diff(_text(edit.before), _text(edit.after), edit.path) for edit in edits]
+    diffs = [unified_diff(_text_or_none(edit.before), _text_or_none(edit.after), edit.path) for edit in edits]
     diff = "".join(diffs)
     reply: dict[str, JSON] = {
         "success": True,
@@ -231,7 +231,7 @@ def _edit_reply(edits: list[FileEdit]) -> dict[str, JSON]:
     return {**reply, "syntax_check": told} if told else reply
 
 
-def _text(file: DecodedFile | None) -> str | None:
+def _text_or_none(file: DecodedFile | None) -> str | None:
     return None if file is None else file.text
 
 

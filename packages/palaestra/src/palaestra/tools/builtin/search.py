@@ -116,7 +116,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     if mode == "count":
         page = _result_page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
-    return await _lines(slot, query, counts, others, arguments)
+    return await _matching_lines(slot, query, counts, others, arguments)
 
 
 async def _counted(slot: Slot, query: SearchQuery) -> tuple[dict[str, int], Set[str]]:
@@ -144,7 +144,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
     return kept
 
 
-async def _lines(
+async def _matching_lines(
     slot: Slot, query: SearchQuery, counts: Mapping[str, int], others: Set[str], arguments: Mapping[str, JSON]
 ) -> ToolReply:
     """Return the page of matching lines. Only the files with lines on this page are searched again; `others` are not in
@@ -219,7 +219,7 @@ async def _not_utf8(slot: Slot, query: SearchQuery) -> Set[str]:
         scope = ["grep", "--null", "--no-messages", "--text", "--recursive", "--exclude-dir=.git"]
         scope += [f"--include={name}" for name in names]
     argv = [*scope, "--files-with-matches", "--invert-match", "--line-regexp", "--regexp", ".*", "--"]
-    result = await _run_search(slot, [*argv, _safe(query.root)], query)
+    result = await _checked_search(slot, [*argv, _safe(query.root)], query)
     return {_relative_path(path) for path in result.output.split("\0")}
 
 
@@ -233,7 +233,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
-    result = await _run_search(slot, [*argv, *_regexp(engine, query), "--", _safe(query.root)], query)
+    result = await _checked_search(slot, [*argv, *_regexp(engine, query), "--", _safe(query.root)], query)
     if given_up := _GIVEN_UP.search(result.output):  # later files are missing, too
         raise ToolMistake(
             f"The pattern takes too many steps in {_relative_path(given_up[1])}, so the search was stopped. Use a "
@@ -257,7 +257,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     argv = _rg(engine, query) if engine else _grep(query)
     options = ["--line-number", "--byte-offset", f"--max-count={most}", *_regexp(engine, query), "--"]
     options += map(_safe, files)
-    result = await _run_search(slot, [*argv, f"--context={context}", *options], query)
+    result = await _checked_search(slot, [*argv, f"--context={context}", *options], query)
     lines: dict[str, dict[int, _Line]] = {}
     for path, text in _records(result.output):
         found = _NUMBERED.match(text)
@@ -268,7 +268,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     # the beginning is shown.
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
         quick = replace(query, timeout_s=min(query.timeout_s, _MAX_PLACES_S))
-        result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
+        result = await _run_search(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
         for path, text in _records(result.output):
             found = _NUMBERED.match(text)
             match = lines.get(_relative_path(path), {}).get(int(found[1])) if found is not None else None
@@ -279,18 +279,20 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return files and symlinks below `root`, sorted, except those in `.git`."""
-    return await _found(slot, root, ["(", "-type", "f", "-o", "-type", "l", ")"], timeout_s)
+    return await _list_paths(slot, root, ["(", "-type", "f", "-o", "-type", "l", ")"], timeout_s)
 
 
 async def list_folders(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return the directories below `root`, sorted, except `.git` and those in it."""
-    return [each for each in await _found(slot, root, ["-type", "d"], timeout_s) if each != _relative_path(_safe(root))]
+    return [
+        each for each in await _list_paths(slot, root, ["-type", "d"], timeout_s) if each != _relative_path(_safe(root))
+    ]
 
 
-async def _found(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
+async def _list_paths(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", *kinds, "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
-    _check(result)
+    _check_result(result)
     return sorted(_relative_path(path) for path in result.output.split("\0")[:-1])
 
 
@@ -343,13 +345,13 @@ def _regexp(engine: str | None, query: SearchQuery) -> list[str]:
     return ["--regexp", query.pattern if engine or query.bytewise else f"(*UCP){query.pattern}"]
 
 
-async def _run_search(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
-    result = await _execute(slot, argv, query)
-    _check(result)
+async def _checked_search(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
+    result = await _run_search(slot, argv, query)
+    _check_result(result)
     return result
 
 
-async def _execute(
+async def _run_search(
     slot: Slot, argv: list[str], query: SearchQuery, most_bytes: int = MAX_LISTING_BYTES
 ) -> ExecutionResult:
     # In a UTF-8 locale, grep takes files with other bytes as binary.
@@ -357,7 +359,7 @@ async def _execute(
     return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=most_bytes)
 
 
-def _check(result: ExecutionResult) -> None:
+def _check_result(result: ExecutionResult) -> None:
     if result.metadata.get("timeout"):
         raise ToolMistake("The search took too long and was stopped. Narrow it with path or file_glob.")
     if result.metadata.get("truncated"):

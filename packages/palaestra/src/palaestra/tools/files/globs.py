@@ -114,10 +114,10 @@ def _glob_patterns(glob: str) -> list[re.Pattern[str] | None]:
     names = glob.split("/")
     if names[-1] == "**":
         names.append("*")  # matches the content of a directory, not the directory
-    return [None if name == "**" else re.compile(fnmatch.translate(_CLASS.sub(_checked, name))) for name in names]
+    return [None if name == "**" else re.compile(fnmatch.translate(_CLASS.sub(_fnmatch_class, name))) for name in names]
 
 
-def _checked(found: re.Match[str]) -> str:
+def _fnmatch_class(found: re.Match[str]) -> str:
     """Return a character class in the form of `fnmatch`. Raises `re.error` for an empty range, which `fnmatch`
     accepts."""
     negated, members = found.groups()

@@ -44,7 +44,7 @@ class TerminalPerson:
         self._timeout_s = timeout_s
         self._asking = asyncio.Lock()
         try:
-            with self._opened() as opened:
+            with self._open_terminal() as opened:
                 termios.tcgetattr(opened)
         except (OSError, termios.error) as error:
             raise ConfigError(
@@ -81,15 +81,19 @@ class TerminalPerson:
     ) -> T:
         """Return the value of the first line that `understood` accepts; `refused` if there is none."""
         async with self._asking:
-            with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
+            with (
+                contextlib.suppress(OSError, termios.error),
+                self._open_terminal() as terminal,
+                _line_by_line(terminal),
+            ):
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await _write(terminal, f"\n{what}\n")
+                        await _write_all(terminal, f"\n{what}\n")
                         while True:
-                            await _write(terminal, prompt)
+                            await _write_all(terminal, prompt)
                             line = await _read_line(terminal)
                             if line is None:
-                                await _write(terminal, "\n")
+                                await _write_all(terminal, "\n")
                                 return refused
                             if (answer := understood(line.strip())) is not None:
                                 return answer
@@ -99,7 +103,7 @@ class TerminalPerson:
             return refused  # also after a hang-up
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_terminal(self) -> Iterator[int]:
         # The terminal is opened anew, because O_NONBLOCK belongs to the open file description: set on an inherited one,
         # it would also apply to the shell and to all its programs.
         terminal = os.open(self._path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -137,7 +141,7 @@ def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes |
     return [iflag | termios.ICRNL, oflag, cflag, lflag, ispeed, ospeed, ends]
 
 
-async def _write(terminal: int, text: str) -> None:
+async def _write_all(terminal: int, text: str) -> None:
     data = text.encode(errors="replace")
     while data:
         try:

@@ -63,7 +63,7 @@ class StderrTail:
         """Open a pipe and return the end that the server writes to."""
         self._reading, writing = os.pipe()
         os.set_blocking(self._reading, False)
-        asyncio.get_running_loop().add_reader(self._reading, self._read)
+        asyncio.get_running_loop().add_reader(self._reading, self._read_stderr)
         self._writing = os.fdopen(writing, "w")
         return self._writing
 
@@ -93,7 +93,7 @@ class StderrTail:
             asyncio.get_running_loop().remove_reader(reading)
             os.close(reading)
 
-    def _read(self) -> None:
+    def _read_stderr(self) -> None:
         assert self._reading is not None
         try:
             piece = os.read(self._reading, 1 << 16)
@@ -262,7 +262,7 @@ class Connection:
             await connection.aclose()
             raise ToolServerUnavailable(
                 f"MCP server '{name}' was not ready after {config.connect_timeout:g} s; raise its connect_timeout if "
-                f"it needs longer{connection._said()}"
+                f"it needs longer{connection._stderr_suffix()}"
             ) from None
         except BaseException:
             await connection.aclose()
@@ -294,10 +294,10 @@ class Connection:
                     seen.add(cursor)
         except TimeoutError:
             problem = f"did not list its tools within {self._config.connect_timeout:g} s"
-            raise ToolServerUnavailable(f"MCP server '{self.name}' {problem}{self._said()}") from None
+            raise ToolServerUnavailable(f"MCP server '{self.name}' {problem}{self._stderr_suffix()}") from None
         except MCPError as error:
             raise ToolServerUnavailable(
-                f"MCP server '{self.name}' could not list its tools: {error}{self._said()}"
+                f"MCP server '{self.name}' could not list its tools: {error}{self._stderr_suffix()}"
             ) from None
         except ValueError as error:
             raise ToolServerReplyError(f"MCP server '{self.name}' sent an invalid list of tools: {error}") from None
@@ -326,7 +326,7 @@ class Connection:
                 self._stop.set()
                 raise ToolServerUnavailable(
                     f"MCP server '{self.name}' ended during a call of {tool}, which may or may not have taken "
-                    f"effect: {error}{self._said()}"
+                    f"effect: {error}{self._stderr_suffix()}"
                 ) from None
             raise ServerSaid(error.message) from None
         except (RuntimeError, ValueError) as error:  # the package cannot use the reply
@@ -370,7 +370,7 @@ class Connection:
 
     def _live_client(self) -> Client:
         if self._client is None or not self.alive:
-            raise NotCarriedOut(f"MCP server '{self.name}' has ended{self._said()}")
+            raise NotCarriedOut(f"MCP server '{self.name}' has ended{self._stderr_suffix()}")
         return self._client
 
     async def _hold(self) -> None:
@@ -393,10 +393,10 @@ class Connection:
                 raise
         except BaseException as error:
             if self._ready.done():
-                logger.warning("The session with MCP server '%s' ended: %s", self.name, _first(error))
+                logger.warning("The session with MCP server '%s' ended: %s", self.name, _first_error(error))
                 return
             await self._stderr.settled()
-            self._ready.set_exception(self._not_started(_first(error)))
+            self._ready.set_exception(self._not_started(_first_error(error)))
 
     @contextlib.asynccontextmanager
     async def _mended(self, transport: Transport) -> AsyncIterator[TransportStreams]:
@@ -404,9 +404,9 @@ class Connection:
             return (self._client and self._client.session.protocol_version) or ""
 
         async with transport as (reading, writing):
-            yield _Reading(reading, version, self._drop, self._http_errors), writing
+            yield _Reading(reading, version, self._warn_left_out, self._http_errors), writing
 
-    def _drop(self, tool: str, problem: str) -> None:
+    def _warn_left_out(self, tool: str, problem: str) -> None:
         self._warn_once(f"leaves out the tool {one_line(tool, 80)!r}, whose definition is invalid: {problem}")
 
     def _warn_once(self, what: str) -> None:
@@ -422,7 +422,7 @@ class Connection:
             )
         status = f" (status {self._status})" if self._status >= 400 else ""
         problem = f"MCP server '{self.name}' ({where}) could not be opened: {error or type(error).__name__}{status}"
-        return ToolServerUnavailable(f"{problem}{self._said()}")
+        return ToolServerUnavailable(f"{problem}{self._stderr_suffix()}")
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Transport:
         if self._config.url is not None:
@@ -472,7 +472,7 @@ class Connection:
             self._warn_once("has changed its tools; this run keeps those that it began with")
         await asyncio.sleep(0)
 
-    def _said(self) -> str:
+    def _stderr_suffix(self) -> str:
         """Return a text for error messages with the end of the server's stderr, or an empty string if there is none."""
         text = self._stderr.text()
         return f"; its last output:\n{text}" if text else ""
@@ -493,7 +493,7 @@ async def _need_extra(name: str) -> None:
         packages.setLevel(logging.CRITICAL)
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     """Return the first error inside groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

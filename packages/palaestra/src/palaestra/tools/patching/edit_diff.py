@@ -38,11 +38,11 @@ def whole_diff(before: str | None, after: str | None, path: str) -> str:
         return ""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
-    hunks = "".join(_hunks(_lines(before), _lines(after)))
+    hunks = "".join(_hunks(_split_lines(before), _split_lines(after)))
     return f"--- {old_name}\n+++ {new_name}\n{hunks}"
 
 
-def _lines(text: str | None) -> list[str]:
+def _split_lines(text: str | None) -> list[str]:
     """Return the lines with their ends, split only at line feeds, as other tools count them."""
     if not text:
         return []

@@ -76,11 +76,11 @@ all places are to be replaced, each place begins after the end of the previous p
 
 
 def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
-    for start in _found(text, old, len(old) if apart else 1):
+    for start in _offsets(text, old, len(old) if apart else 1):
         yield EditSpan(start, start + len(old), new)
 
 
-def _found(text: str, wanted: str, step: int) -> Iterator[int]:
+def _offsets(text: str, wanted: str, step: int) -> Iterator[int]:
     """Yield the offsets where `wanted` begins. The search continues `step` characters after each of them."""
     at = text.find(wanted)
     while at >= 0:
@@ -92,7 +92,7 @@ def _by_lines(same: Callable[[str], str]) -> Strategy:
     """Return a strategy that finds whole lines that are equal once `same` is applied to them."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
-        wanted, ends_line = _split(old)
+        wanted, ends_line = _split_lines(old)
         rewrite = Rewrite.of(old, new)
         for window in _windows(text, [same(line) for line in wanted], same, apart):
             yield window.span(rewrite, ends_line)
@@ -102,7 +102,7 @@ def _by_lines(same: Callable[[str], str]) -> Strategy:
 
 def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
     """Find the same lines at a different depth: equal without their common indentation."""
-    wanted, ends_line = _split(old)
+    wanted, ends_line = _split_lines(old)
     dedented = _dedent(wanted)
     keys, rewrite = [line.strip() for line in wanted], Rewrite.of(old, new)
     for window in _windows(text, keys, str.strip, apart, lambda lines: _dedent(lines) == dedented):
@@ -132,7 +132,7 @@ def _of_lines(
     """Yield the places of `old` that begin at the start of a line (`begins`) and end at the end of one (`ends`)."""
     # The line ends around the text let one search also find places at the edges of the file.
     wanted = "\n" * begins + old + "\n" * ends
-    for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
+    for at in _offsets(f"\n{text}\n", wanted, len(old) if apart else 1):
         start = at + begins - 1
         yield EditSpan(start, start + len(old), new)
 
@@ -193,7 +193,7 @@ def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]
     return lambda at: _Window(lines[at : at + size], offsets[at], offsets[at + size] - 1, len(text))
 
 
-def _split(old: str) -> tuple[list[str], bool]:
+def _split_lines(old: str) -> tuple[list[str], bool]:
     """Return the lines of a model's text, and whether it ends with a line end."""
     lines = old.split("\n")
     ends_line = len(lines) > 1 and lines[-1] == ""
@@ -225,7 +225,7 @@ _NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
 def _without_numbers(text: str) -> str | None:
     """Return the text without `12|` prefixes if every line has such a prefix and the numbers are consecutive.
     Otherwise, return None."""
-    lines, ends_line = _split(text)
+    lines, ends_line = _split_lines(text)
     matches = [_NUMBERED.fullmatch(line) for line in lines]
     parts = [(int(match[1]), match[2]) for match in matches if match is not None]
     if len(parts) < len(lines) or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(parts)):

@@ -87,7 +87,7 @@ def parse_patch(patch: str) -> list[FileChange]:
             _take_line(changes, line)
         except PatchError as error:
             raise PatchError(f"Patch line {number}: {error}") from None
-    _check(changes)
+    _check_changes(changes)
     return changes
 
 
@@ -156,7 +156,7 @@ def _anchor(line: str) -> str:
     return text.removesuffix("@@").strip()
 
 
-def _check(changes: Sequence[FileChange]) -> None:
+def _check_changes(changes: Sequence[FileChange]) -> None:
     if not changes:
         raise PatchError("The patch changes no file")
     touched: set[str] = set()
@@ -233,7 +233,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
     found = _matching_lines(lines, at, hunk)
     if hunk.anchors:
         # the anchor's line may itself be the first line of the change
-        nexts = {_first(found, start - 1) for start in below}
+        nexts = {_first_from(found, start - 1) for start in below}
         found = sorted(place for place in nexts if place is not None)
     if not found:
         raise PatchError(_not_found(lines, hunk))
@@ -261,14 +261,14 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
         if starts is None:
             nexts: set[int | None] = set(found)
         else:
-            nexts = {_first(found, start) for start in starts}
+            nexts = {_first_from(found, start) for start in starts}
         starts = sorted(place + 1 for place in nexts if place is not None)
         if not starts:
             raise PatchError(f"the @@ line {anchor!r} is not in the file below the previous change or @@ line")
     return [at] if starts is None else starts
 
 
-def _first(found: Sequence[int], start: int) -> int | None:
+def _first_from(found: Sequence[int], start: int) -> int | None:
     """Return the first of these sorted indices that is not less than `start`, or None."""
     index = bisect_left(found, start)
     return found[index] if index < len(found) else None

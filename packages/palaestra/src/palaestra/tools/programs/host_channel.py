@@ -131,7 +131,7 @@ class ProgramChannel:
             elif kind == b"e":
                 return _parse_number(payload)
             else:
-                self._take(payload)
+                self._take_payload(payload)
                 if kind == b"C":
                     reply = await answer(None if self._too_long else bytes(self._request))
                     self._request, self._too_long = bytearray(), False
@@ -141,7 +141,7 @@ class ProgramChannel:
                 continue
         return None
 
-    def _take(self, payload: bytes) -> None:
+    def _take_payload(self, payload: bytes) -> None:
         self._request += payload
         if len(self._request) > MAX_REQUEST_BYTES:
             self._request, self._too_long = bytearray(), True
@@ -155,11 +155,11 @@ class ProgramChannel:
                 raise BrokenChannel(f"{piece.lost} bytes that were not requested")
             cursor = piece.end
             buffer += piece.data
-            while (frame := _first(buffer)) is not None:
+            while (frame := _take_frame(buffer)) is not None:
                 yield frame
 
 
-def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
+def _take_frame(buffer: bytearray) -> tuple[bytes, bytes] | None:
     """Remove the first frame from the buffer and return it. Returns None while the frame is incomplete."""
     line, newline, _ = buffer[:_HEADER_BYTES].partition(b"\n")
     if not newline:

@@ -92,7 +92,7 @@ def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str
     for offered in (each for toolset in wanted for each in _references(toolset)):
         # A tool made by a decorator is callable too, but calling it would run it.
         made = offered(settings) if callable(offered) and not isinstance(offered, Tool) else offered
-        found += _tools(made)
+        found += _checked_tools(made)
     return tuple(found)
 
 
@@ -117,12 +117,12 @@ def load(point: EntryPoint) -> Installed:
     """Load one entry point. Never raises: `problem` reports an error."""
     origin = f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
     try:
-        return Installed(point.name, origin, _tools(point.load()))
+        return Installed(point.name, origin, _checked_tools(point.load()))
     except Exception as error:  # another package's code may raise anything
         return Installed(point.name, origin, problem=f"{origin} could not be loaded: {type(error).__name__}: {error}")
 
 
-def _tools(offered: object) -> tuple[Tool, ...]:
+def _checked_tools(offered: object) -> tuple[Tool, ...]:
     # As above, calling a tool would run it.
     if callable(offered) and not isinstance(offered, (Tool, type)):
         offered = offered()
@@ -168,12 +168,12 @@ def get_available_toolsets(
         for each in usable_packages(others)
     )
     return {
-        name: _described(text, [known[tool] for tool in tools if tool in known])
+        name: _toolset_fields(text, [known[tool] for tool in tools if tool in known])
         for name, text, tools in (*builtin, *offered)
     }
 
 
-def _described(description: str, tools: list[Tool]) -> dict[str, JSON]:
+def _toolset_fields(description: str, tools: list[Tool]) -> dict[str, JSON]:
     missing = {tool.name: reason for tool in tools if (reason := tool.missing()) is not None}
     return {
         "available": len(missing) < len(tools),

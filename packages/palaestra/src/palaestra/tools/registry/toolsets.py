@@ -119,13 +119,13 @@ def resolve_toolsets(
     if enabled is None:  # only the tools that a toolset lists, because included toolsets have entries of their own
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
     else:
-        chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
-    removed = set().union(*(_owned(name, toolsets) for name in _known(disabled or (), toolsets)))
+        chosen.update(*(_members(name, toolsets) for name in _canonical_names(enabled, toolsets)))
+    removed = set().union(*(_owned(name, toolsets) for name in _canonical_names(disabled or (), toolsets)))
     in_order = dict.fromkeys(tool for toolset in toolsets.values() for tool in toolset.tools)
     return [tool for tool in in_order if tool in chosen - removed]
 
 
-def _known(names: Iterable[str], toolsets: Mapping[str, Toolset]) -> list[str]:
+def _canonical_names(names: Iterable[str], toolsets: Mapping[str, Toolset]) -> list[str]:
     if isinstance(names, str):
         raise ConfigError(f"toolsets must be a list of names, got the string '{names}'")
     return [_canonical(name, toolsets) for name in names]

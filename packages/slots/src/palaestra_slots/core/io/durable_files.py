@@ -155,7 +155,7 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
         if exclusive:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with writing(path):
-            _begin(fd, path, schema)
+            _ensure_header(fd, path, schema)
     except BlockingIOError:
         os.close(fd)
         raise ConfigError(f"{path} is in use by a running process: stop the process, or use another file") from None
@@ -177,7 +177,7 @@ def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
             yield msgspec.json.decode(line, type=dict[str, Any])
 
 
-def _begin(fd: int, path: Path, schema: str) -> None:
+def _ensure_header(fd: int, path: Path, schema: str) -> None:
     """Write the first line, or check it and cut off a torn last line."""
     head = msgspec.json.encode({"schema": schema}) + b"\n"
     with path.open("rb") as file:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
-            ended = _ended(child, time.monotonic() + _GRACE_S)
+            ended = _exit_by_deadline(child, time.monotonic() + _GRACE_S)
             status = 128 + signal.SIGKILL if ended is None else ended
     _end_all()
     return status
@@ -82,7 +82,7 @@ def _reaped(child: int) -> int | None:
     return status
 
 
-def _ended(child: int, deadline: float) -> int | None:
+def _exit_by_deadline(child: int, deadline: float) -> int | None:
     """Return the command's exit code, or None if it has not ended by the deadline."""
     status = _reaped(child)
     while status is None and (left := deadline - time.monotonic()) > 0:

@@ -23,7 +23,7 @@ class TemporaryFolder:
 
     def __init__(self, kind: str, mode: int = 0o700) -> None:
         _sweep(kind)
-        self.path, self._lock = _make(kind, mode)
+        self.path, self._lock = _make_folder(kind, mode)
 
     def cleanup(self) -> None:
         """Remove the folder. Idempotent."""
@@ -46,7 +46,7 @@ def _prefixes(kind: str) -> tuple[str, str]:
     return f"palaestra-{kind}-", f"palaestra-new-{kind}-"
 
 
-def _make(kind: str, mode: int) -> tuple[Path, int]:
+def _make_folder(kind: str, mode: int) -> tuple[Path, int]:
     prefix, unlocked = _prefixes(kind)
     for _ in range(_TRIES):
         new = Path(tempfile.mkdtemp(prefix=unlocked))

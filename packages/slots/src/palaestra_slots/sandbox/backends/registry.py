@@ -217,12 +217,12 @@ def make_backend(names: str, config: JSON) -> Backend:
 
     wanted = spread.parse_names(names)
     if len(wanted) == 1:
-        return _make(wanted[0], config)
-    own = [_make(each, config) for each in wanted if not each.overflow]
-    return spread.SpreadBackend(own, [_make(each, config) for each in wanted if each.overflow])
+        return _make_backend(wanted[0], config)
+    own = [_make_backend(each, config) for each in wanted if not each.overflow]
+    return spread.SpreadBackend(own, [_make_backend(each, config) for each in wanted if each.overflow])
 
 
-def _make(wanted: BackendName, config: JSON) -> Backend:
+def _make_backend(wanted: BackendName, config: JSON) -> Backend:
     from palaestra_slots.sandbox.backends.remote import RemoteBackend
     from palaestra_slots.sandbox.creation_gate import CreationGate
 

@@ -77,19 +77,19 @@ class SlurmBackend(MachineBackend):
 
 def nodes_of(job: str) -> list[str]:
     """Return the names of a job's nodes. Raises `ConfigError` if the job does not run or Slurm does not answer."""
-    status, listed = _output("squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N")
+    status, listed = _run_command("squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N")
     if status != 0:
         raise ConfigError(f"squeue does not know the job {job}: {listed}")
     if not listed:
         raise ConfigError(f"the Slurm job {job} does not run (squeue --jobs={job})")
     # squeue shortens the list, for example to node[1-3].
-    status, names = _output("scontrol", "show", "hostnames", listed)
+    status, names = _run_command("scontrol", "show", "hostnames", listed)
     if status != 0:
         raise ConfigError(f"scontrol cannot list the nodes of the job {job}: {names}")
     return names.split()
 
 
-def _output(*command: str) -> tuple[int, str]:
+def _run_command(*command: str) -> tuple[int, str]:
     """Run a command of Slurm and return its exit status and its output or, if it failed, its error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S)

@@ -167,7 +167,7 @@ class SpreadBackend(StartedBackend):
                     f"{trajectory_id} must start on the backend {part.backend.name}, which has its files, but the "
                     f"other slots of its group are on {joined.backend.name}: use one backend for tasks with services"
                 )
-            return await self._make(part, spec, trajectory_id, snapshot)
+            return await self._make_slot(part, spec, trajectory_id, snapshot)
         tried: list[Part] = []
         errors: list[Exception] = []
         while True:
@@ -176,7 +176,7 @@ class SpreadBackend(StartedBackend):
                 # The first error is that of the backend which had most room, so it says why the usual place failed.
                 raise errors[0] if errors else SandboxError("no backend has room for a slot")
             try:
-                return await self._make(part, spec, trajectory_id, None)
+                return await self._make_slot(part, spec, trajectory_id, None)
             except (SandboxError, ConfigError) as error:
                 tried.append(part)
                 errors.append(error)
@@ -193,7 +193,7 @@ class SpreadBackend(StartedBackend):
                 return min(usable, key=lambda part: part.share)
         return min(left, key=lambda part: part.failed_at, default=None)
 
-    async def _make(self, part: Part, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+    async def _make_slot(self, part: Part, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         part.making += 1
         try:
             await part.start()
@@ -209,7 +209,7 @@ class SpreadBackend(StartedBackend):
         """End the slot and drop its files. Does nothing if the slot is already gone."""
         part = self._holder(slot)
         await part.backend.destroy(slot)
-        self._drop(part, slot)
+        self._forget_slot(part, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
@@ -217,7 +217,7 @@ class SpreadBackend(StartedBackend):
         try:
             return _kept(part, await part.backend.seal(slot, view))
         finally:
-            self._drop(part, slot)
+            self._forget_slot(part, slot)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the slot's current files. Raises `SandboxError` at levels below `userns`."""
@@ -253,7 +253,7 @@ class SpreadBackend(StartedBackend):
     def _part(self, epoch: int) -> Part:
         return self._parts[epoch // _EPOCHS - 1]
 
-    def _drop(self, part: Part, slot: Slot) -> None:
+    def _forget_slot(self, part: Part, slot: Slot) -> None:
         part.slots.discard(slot.epoch)
         self._groups.pop(slot.epoch, None)
 

@@ -126,7 +126,7 @@ class ImageStore:
         digest = self._digest(path)
         directory = f"{self._folder}/{digest}"
         if digest not in self._held:
-            self._held[digest] = self._take(digest, path)
+            self._held[digest] = self._lock_image(digest, path)
             self._variables[directory] = self._stated(digest, path)
             # The new image is locked by now, so it is not the one that is removed.
             self._evict()
@@ -147,10 +147,10 @@ class ImageStore:
         with contextlib.suppress(FileNotFoundError), open(key, encoding="ascii") as file:
             return file.read()
         digest = unpack.identity(path)
-        _write(key, digest)
+        _write_atomically(key, digest)
         return digest
 
-    def _take(self, digest: str, path: str) -> int:
+    def _lock_image(self, digest: str, path: str) -> int:
         """Lock an image's directory (shared); if it is missing, unpack the image under an exclusive lock. Returns the
         lock."""
         final = f"{self._folder}/{digest}"
@@ -178,7 +178,7 @@ class ImageStore:
             stated = [f"{name}={value}" for name, value in _stated(path).items()]
             record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path, "env": stated}
             # Before the image has its name: an image without a record would never be evicted.
-            _write(f"{final}.json", json.dumps(record))
+            _write_atomically(f"{final}.json", json.dumps(record))
             os.rename(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -231,7 +231,7 @@ class ImageStore:
             os.close(lock)
 
 
-def _write(path: str, text: str) -> None:
+def _write_atomically(path: str, text: str) -> None:
     """Write atomically, so that no reader sees an incomplete file."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}"
     with open(temporary, "w", encoding="utf-8") as file:

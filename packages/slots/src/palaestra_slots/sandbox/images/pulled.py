@@ -116,7 +116,7 @@ class PulledImages:
                 manifest: dict[str, JSON] = {"mediaType": media_type, "digest": f"sha256:{value}", "size": size}
                 index = {"schemaVersion": 2, "manifests": [manifest]}
                 for file, content in (("oci-layout", {"imageLayoutVersion": "1.0.0"}), ("index.json", index)):
-                    _write(fresh / file, content)
+                    _write_json(fresh / file, content)
                 (fresh / "blobs").symlink_to("../../blobs")
                 try:
                     fresh.rename(layout)
@@ -126,18 +126,18 @@ class PulledImages:
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         record = {"schema": SCHEMA, "version": VERSION, "name": str(name), "digest": f"sha256:{value}", "bytes": total}
-        _write(self._record(name), record)
+        _write_json(self._record_file(name), record)
         return PulledImage(str(name), f"sha256:{value}", str(layout), total)
 
     def find(self, name: ImageName) -> PulledImage | None:
         """Return a pulled image, or None. Raises `ImageError` if its record was written by a newer version."""
-        return self._read(self._record(name))
+        return self._read_record(self._record_file(name))
 
     def images(self) -> list[PulledImage]:
         """Return all pulled images, by name."""
         folder = self.folder / "names"
         records = sorted(folder.glob("*.json")) if folder.is_dir() else []
-        return sorted((found for path in records if (found := self._read(path))), key=lambda image: image.name)
+        return sorted((found for path in records if (found := self._read_record(path))), key=lambda image: image.name)
 
     def remove(self, names: list[ImageName]) -> int:
         """Remove names, then every layout that no name means, every blob that no layout needs, and unfinished
@@ -151,7 +151,7 @@ class PulledImages:
                 if self.find(name) is None:
                     raise ImageError(f"{name} was not pulled; `palaestra images list` lists what was")
             for name in names:
-                self._record(name).unlink()
+                self._record_file(name).unlink()
             kept = {image.digest.removeprefix("sha256:") for image in self.images()}
             needed = set().union(*(self._needed(value) for value in kept), kept)
             freed = 0
@@ -173,7 +173,7 @@ class PulledImages:
         except (*UNREADABLE, OSError, KeyError, TypeError) as error:
             raise ImageError(f"the manifest {self.blob(value)} is damaged; pull the image again: {error}") from None
 
-    def _read(self, path: Path) -> PulledImage | None:
+    def _read_record(self, path: Path) -> PulledImage | None:
         try:
             record = msgspec.json.decode(read_regular(path, _MAX_RECORD_BYTES), type=dict[str, JSON])
             if record["version"] > VERSION:
@@ -193,11 +193,11 @@ class PulledImages:
     def _layout(self, value: str) -> Path:
         return self.folder / "images" / value
 
-    def _record(self, name: ImageName) -> Path:
+    def _record_file(self, name: ImageName) -> Path:
         return self.folder / "names" / f"{hashlib.sha256(str(name).encode()).hexdigest()}.json"
 
 
-def _write(path: Path, content: JSON) -> None:
+def _write_json(path: Path, content: JSON) -> None:
     with replaced(path) as file:
         file.write(json.dumps(content).encode())
 

@@ -214,7 +214,7 @@ def is_layout(path: str) -> bool:
 
 def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
     for layer in _layout_manifest(path, open_blob)["layers"]:
-        with _checked(open_blob, layer["digest"], path) as file:
+        with _verified_blob(open_blob, layer["digest"], path) as file:
             yield from _layer(file, path)
 
 
@@ -222,7 +222,7 @@ def _layout_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("index.json") as file:
         entry = _entry_for_machine(_parse_object(file))
     while True:
-        with _checked(open_blob, entry["digest"], path) as file:
+        with _verified_blob(open_blob, entry["digest"], path) as file:
             manifest = _parse_object(file)
         if "layers" in manifest:
             return manifest
@@ -233,7 +233,7 @@ def _config_of_layout(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
     entry = _layout_manifest(path, open_blob).get("config")
     if not entry:
         return None
-    with _checked(open_blob, entry["digest"], path) as file:
+    with _verified_blob(open_blob, entry["digest"], path) as file:
         return dict(_parse_object(file).get("config") or {})
 
 
@@ -245,7 +245,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
 
 def _saved_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("manifest.json") as file:
-        images = _parse(file)
+        images = _bounded_json(file)
     if len(images) != 1:
         raise ImageError(f"{path} contains {len(images)} images; save only one image to a file")
     return dict(images[0])
@@ -319,7 +319,7 @@ def _entry_for_machine(index: dict[str, JSON]) -> dict[str, JSON]:
     return fitting[0] if fitting else entries[0]
 
 
-def _parse(file: IO[bytes]) -> JSON:
+def _bounded_json(file: IO[bytes]) -> JSON:
     try:
         return json.loads(file.read(_MAX_JSON_BYTES))
     except RecursionError:
@@ -327,14 +327,14 @@ def _parse(file: IO[bytes]) -> JSON:
 
 
 def _parse_object(file: IO[bytes]) -> dict[str, JSON]:
-    loaded = _parse(file)
+    loaded = _bounded_json(file)
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
     return loaded
 
 
 @contextlib.contextmanager
-def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]:
+def _verified_blob(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]:
     """Yield a blob after its bytes have been checked against its digest."""
     kind, _, value = digest.partition(":")
     if kind not in ("sha256", "sha512") or not value.isalnum():
@@ -411,7 +411,7 @@ class Unpacking:
         for member in layer.entries():
             if self._stop.is_set():
                 raise ImageError(f"{self._image}: unpacking was cancelled")
-            self._count()
+            self._count_entry()
             path = self._clean(member.name)
             if path:
                 try:
@@ -431,7 +431,7 @@ class Unpacking:
         self._leave_parent()
         # Innermost first, because its own mode may close a directory to this user.
         for path, member in sorted(self._directories.items(), reverse=True):
-            with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            with contextlib.suppress(OSError), self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 self._adopt(fd, member)
         names = set(os.listdir(self._root))
         if self._as_image and not names & {"bin", "usr"}:
@@ -442,7 +442,7 @@ class Unpacking:
         self._leave_parent()
         os.close(self._root)
 
-    def _count(self) -> None:
+    def _count_entry(self) -> None:
         """Count an entry, or a directory that no entry names."""
         most = min(MAX_ENTRIES, self._max_bytes >> _BLOCK_BITS)
         self._entries += 1
@@ -470,16 +470,16 @@ class Unpacking:
             self._put_directory(parent, name, path, member)
         else:
             self._put_other(layer, member, parent, name)
-        self._note(path)
+        self._note_path(path)
 
     def _put_directory(self, parent: int, name: str, path: str, member: tarfile.TarInfo) -> None:
         status = _stat_or_none(parent, name)
         if status is not None and stat.S_ISLNK(status.st_mode):
-            with contextlib.suppress(OSError), self._opened(path, os.O_PATH | os.O_DIRECTORY):
+            with contextlib.suppress(OSError), self._open_beneath(path, os.O_PATH | os.O_DIRECTORY):
                 return  # as with `bin -> usr/bin`: entries go to the directory behind the link
         if status is None or not stat.S_ISDIR(status.st_mode):
             _remove_entry(parent, name)
-            self._make(parent, name, 0o700)
+            self._make_directory(parent, name, 0o700)
         member.pax_headers = {}  # may take 1 MiB
         self._directories[path] = member
 
@@ -492,7 +492,7 @@ class Unpacking:
             if self._as_image and os.geteuid() == 0:
                 os.chown(name, _id(member.uid), _id(member.gid), dir_fd=parent, follow_symlinks=False)
         elif member.islnk():
-            with self._opened(self._clean(member.linkname), os.O_PATH | os.O_NOFOLLOW) as target:
+            with self._open_beneath(self._clean(member.linkname), os.O_PATH | os.O_NOFOLLOW) as target:
                 # By its descriptor, because a path would be followed from this machine's root.
                 os.link(f"/proc/self/fd/{target}", name, dst_dir_fd=parent, follow_symlinks=True)
         elif member.isfifo() and self._as_image:
@@ -532,10 +532,10 @@ class Unpacking:
             if hash(path) not in self._made:
                 _remove_entry(parent, name)
             elif (status := _stat_or_none(parent, name)) is not None and stat.S_ISDIR(status.st_mode):
-                with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+                with self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                     self._clear(fd, path)
 
-    def _note(self, path: str) -> None:
+    def _note_path(self, path: str) -> None:
         while path and hash(path) not in self._made:
             self._made.add(hash(path))
             path = path.rpartition("/")[0]
@@ -555,13 +555,13 @@ class Unpacking:
             above, _, name = folder.rpartition("/")
             parent = self._open_folder(above)
         try:
-            self._make(parent, name, 0o755)
+            self._make_directory(parent, name, 0o755)
         finally:
             os.close(parent)
-        self._count()
+        self._count_entry()
         return syscalls.openat2(self._root, folder, flags, _INSIDE)
 
-    def _make(self, parent: int, name: str, mode: int) -> None:
+    def _make_directory(self, parent: int, name: str, mode: int) -> None:
         """Make a directory. Links can make the path of its parent shorter than it is, and removing deeper trees fails
         in Python."""
         if _depth(parent) - self._root_depth >= MAX_DEPTH:
@@ -574,7 +574,7 @@ class Unpacking:
             self._parent = None
 
     @contextlib.contextmanager
-    def _opened(self, path: str, flags: int) -> Iterator[int]:
+    def _open_beneath(self, path: str, flags: int) -> Iterator[int]:
         fd = syscalls.openat2(self._root, path or ".", flags, _INSIDE)
         try:
             yield fd

@@ -159,7 +159,7 @@ class Requests(ABC):
     @abstractmethod
     def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None: ...
 
-    def _begin(self, on_data: OnData | None = None, on_hole: OnHole | None = None) -> Pending:
+    def _new_request(self, on_data: OnData | None = None, on_hole: OnHole | None = None) -> Pending:
         """Return a new pending request, which the caller must remove from the table."""
         number = next(self._numbers)
         pending = self._pending[number] = Pending(number, on_data, on_hole)
@@ -179,12 +179,12 @@ class Requests(ABC):
         if kind is FrameKind.RESULT or kind is FrameKind.HELLO:
             pending.answer(frame)
         elif kind is FrameKind.DATA:
-            self._take(frame, pending)
+            self._take_frame(frame, pending)
         elif kind is FrameKind.ERROR:
             pending.answer(None, error_of(frame.fields))
         return True
 
-    def _take(self, frame: Frame, pending: Pending) -> None:
+    def _take_frame(self, frame: Frame, pending: Pending) -> None:
         if pending.on_data is not None and pending.failure is None:
             try:
                 if frame.fields and pending.on_hole is not None:
@@ -333,7 +333,7 @@ class SlotClient(Requests):
         self._connection = FrameConnection(self._watcher, stream, self._on_stream_frame, self._end)
 
     async def _greet(self, settings: Fields) -> None:
-        pending = self._begin()
+        pending = self._new_request()
         try:
             self._send(FrameKind.HELLO, pending.number, {"version": frames.VERSION, **settings})
             self.hello = (await pending.outcome()).fields
@@ -373,7 +373,7 @@ class SlotClient(Requests):
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
         fields["op"] = op
-        pending = self._begin(on_data, on_hole)
+        pending = self._new_request(on_data, on_hole)
         try:
             self._send(FrameKind.REQUEST, pending.number, fields, data)
             return await pending.outcome()
@@ -384,7 +384,7 @@ class SlotClient(Requests):
             del self._pending[pending.number]
 
     async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
-        pending = self._begin()
+        pending = self._new_request()
         try:
             self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields}, data)
             return (await pending.outcome()).fields
@@ -399,7 +399,7 @@ class SlotClient(Requests):
             del self._pending[pending.number]
 
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        pending = self._begin()
+        pending = self._new_request()
         try:
             self._send(FrameKind.REQUEST, pending.number, {"op": "write", **fields, "follows": True})
             async for piece in pieces:

@@ -284,10 +284,10 @@ class LocalSlot(Slot):
         }  # fmt: skip
         if flags & frames.STATEFUL:
             metadata["shell_restarted"] = flags & frames.RESTARTED != 0
-        output, data = _text(data, head, tail, total, _where(metadata)), data[head + tail :]
+        output, data = _captured_text(data, head, tail, total, _where(metadata)), data[head + tail :]
         if "stderr" in metadata:
             head, tail, total = metadata["stderr"]
-            errors, data = _text(data, head, tail, total), data[head + tail :]
+            errors, data = _captured_text(data, head, tail, total), data[head + tail :]
             metadata |= {"stdout": output, "stderr": errors}
             output = f"{output}\n[stderr]\n{errors}" if output and errors else output or errors
         error = ""
@@ -423,12 +423,12 @@ class LocalProcess:
         standard error, of a process that keeps it apart.
         """
         _require(max_bytes > 0, "max_bytes must be positive")
-        return (await self._read(cursor, max_bytes, wait_s, stderr))[0]
+        return (await self._read_piece(cursor, max_bytes, wait_s, stderr))[0]
 
     async def output(self, cursor: int = 0, *, stderr: bool = False) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` until the process has ended."""
         while True:
-            piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S, stderr)
+            piece, running = await self._read_piece(cursor, _PIECE_BYTES, _LONGEST_WAIT_S, stderr)
             # A process that has ended can have output that was not read yet, so only an empty read is the end.
             if piece.data:
                 yield piece
@@ -476,7 +476,7 @@ class LocalProcess:
         """Kill the process if it still runs, and drop its output."""
         await self._call_process("dismiss")
 
-    async def _read(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
+    async def _read_piece(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
         extra: dict[str, JSON] = {"stderr": True} if stderr else {}
         reply = await self._call_process("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
         self.exit_code = reply.fields["exit_code"]
@@ -526,7 +526,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _text(data: bytes, head: int, tail: int, total: int, where: str = "") -> str:
+def _captured_text(data: bytes, head: int, tail: int, total: int, where: str = "") -> str:
     """Return a captured stream as text: head and tail, with a line between them if bytes are missing."""
     if total <= head + tail:
         return data[: head + tail].decode(errors="replace")

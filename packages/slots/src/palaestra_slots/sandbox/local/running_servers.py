@@ -41,7 +41,7 @@ class _Seen:
 def running_servers() -> list[RunningServer]:
     """Return all servers that this user may see, oldest first."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    table = {seen.pid: seen for seen in map(_read, pids) if seen is not None}
+    table = {seen.pid: seen for seen in map(_seen_process, pids) if seen is not None}
     children: dict[int, list[int]] = {}
     for seen in table.values():
         children.setdefault(seen.parent, []).append(seen.pid)
@@ -68,7 +68,7 @@ def _descendants(pid: int, children: dict[int, list[int]]) -> list[int]:
     return found
 
 
-def _read(pid: int) -> _Seen | None:
+def _seen_process(pid: int) -> _Seen | None:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)

@@ -133,9 +133,9 @@ class Broker:
             self._below.write(frames.encode(FrameKind.CANCEL, number))
         if self._client is visitor:
             self._client = None
-            self._drop(self._layers)
+            self._drop_layers(self._layers)
 
-    def _drop(self, layers: set[str]) -> None:
+    def _drop_layers(self, layers: set[str]) -> None:
         """Drop the snapshots with these layers. Slots keep the layers that they use."""
         fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
         self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
@@ -192,7 +192,7 @@ class Broker:
                 self._layers |= made
             else:
                 # The client has left, and nobody else knows the snapshot.
-                self._drop(made)
+                self._drop_layers(made)
 
     async def watch_idleness(self) -> None:
         """End the service after `IDLE_S` seconds with neither a client nor slots."""
@@ -216,7 +216,7 @@ def _say(fields: dict[str, JSON]) -> None:
         os.dup2(nothing.fileno(), 1)
 
 
-async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
+async def _serve_clients(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
     server, stream = await SlotClient.launch(rung)
     reader, writer = await asyncio.open_unix_connection(sock=stream)
     decoder = FrameDecoder()
@@ -247,7 +247,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # so that no process has to wait for the service to end
     try:
-        asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
+        asyncio.run(_serve_clients(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
     except BaseException:
         _unlink(path)
         raise

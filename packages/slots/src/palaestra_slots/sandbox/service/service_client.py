@@ -66,7 +66,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
     """Attach to a service, starting it first if it is not running. Raises `SandboxError` while another process is
     attached, and `IsolationUnavailable` if the service cannot be started or runs at another isolation level."""
-    async with _turn(path):
+    async with _service_lock(path):
         if not _listens(path):
             await _start_service(path, rung, settings)
         server = await SlotClient.attach(str(path), on_lost)
@@ -77,7 +77,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
     return server
 
 
-async def look(path: Path) -> RunningService | None:
+async def service_state(path: Path) -> RunningService | None:
     """Return the state of a service without attaching; None if the service is not running. Raises `SandboxError` if the
     service does not answer."""
     try:
@@ -121,7 +121,7 @@ async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
     """Return the names of services that were killed. Unless `only_list` is true, also remove their sockets."""
     gone = []
     for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
-        async with _turn(path):
+        async with _service_lock(path):
             if not _listens(path):
                 if not only_list:
                     path.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ async def _start_service(path: Path, rung: str, settings: dict[str, JSON]) -> No
         raise IsolationUnavailable(f"the service {path.stem} cannot be started: {why}")
 
 
-def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
+def _service_lock(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
     """Return the lock to hold while deciding whether a service is running."""
     return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 

@@ -404,11 +404,11 @@ def _entry(path: str, status: os.stat_result, folder: int, name: str, owner: int
         "mode": mode,
         "mtime": status.st_mtime,
         "target": target,
-        "uid": _inside(status.st_uid, owner),
-        "gid": _inside(status.st_gid, owner),
+        "uid": _id_in_slot(status.st_uid, owner),
+        "gid": _id_in_slot(status.st_gid, owner),
     }
 
 
-def _inside(number: int, owner: int) -> int:
+def _id_in_slot(number: int, owner: int) -> int:
     """Return the user or group in the slot that this process sees under a number."""
     return number - owner if 0 <= number - owner < _MAPPED else _NOBODY

@@ -38,12 +38,12 @@ class FrozenSlots:
         freezer.thaw(self._frozen.pop(name, []))
         return False
 
-    def freeze(self, frame: Frame) -> Job:
+    def freeze_slot(self, frame: Frame) -> Job:
         if self.holds(frame):  # another freeze or checkpoint has begun since this request arrived
             return
         slot = self._slots.leased(frame)
         with self.exclusively(slot):
-            self._frozen[slot.name] = yield from freezer.freeze(slot.pid)
+            self._frozen[slot.name] = yield from freezer.freeze_processes(slot.pid)
         # A request that waited for the freeze has been served by now, and has let the slot continue.
         self._replies.send(frame, {"processes": len(self._frozen.get(slot.name, []))})
 

@@ -48,7 +48,7 @@ class LayerRequests:
         for path, size in frame.fields["files"]:
             files.append((path, data[start : start + size]))
             start += size
-        self._replies.send(frame, {"layers": self.register(checkpoints.compose(frame.fields["limits"], files))})
+        self._replies.send(frame, {"layers": self.register_layer(checkpoints.compose(frame.fields["limits"], files))})
 
     def checkpoints(self, op: str) -> Checkpoints[Any, Any]:
         """Return what copies changes at this level. Raises `CannotMake` if the level has no layers."""
@@ -76,9 +76,9 @@ class LayerRequests:
         except BaseException:
             layer.release()
             raise
-        self._replies.send(frame, {"layers": self.register(layer)})
+        self._replies.send(frame, {"layers": self.register_layer(layer)})
 
-    def register(self, layer: SealedLayer) -> list[str]:
+    def register_layer(self, layer: SealedLayer) -> list[str]:
         """Register a layer under its name; returns that name and the names of the layers below."""
         self._all[layer.name] = layer
         return [layer.name, *(below.name for below in layer.below)]

@@ -97,8 +97,8 @@ class SlotServer:
         self._groups = GroupNetworks(BridgeExchange(self.loop))
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "start": self._start_deferred, "renew": self._renew, "destroy": self._destroy,
-            "ask": self._ask, "freeze": self._frozen.freeze, "checkpoint": self._checkpoint, "seal": self._seal,
-            "stats": self._stats, **dict.fromkeys(server_slot.ANSWERS, self._answer),
+            "ask": self._ask, "freeze": self._frozen.freeze_slot, "checkpoint": self._checkpoint, "seal": self._seal,
+            "stats": self._stats, **dict.fromkeys(server_slot.ANSWERS, self._answer_query),
             **dict.fromkeys(server_slot.OPERATIONS, self._in_slot),
         }  # fmt: skip
 
@@ -163,7 +163,7 @@ class SlotServer:
         epoch = next(self._epochs)
         if change is None and frame.fields.get("on_demand") and self._defer(frame, layers, epoch):
             return None
-        return self._make(frame, layers, change, variables, epoch)
+        return self._make_slot(frame, layers, change, variables, epoch)
 
     def _defer(self, frame: Frame, layers: tuple[Any, ...], epoch: int) -> bool:
         """Give the client the files that the slot would show, and make the slot when `start` asks for it. Returns False
@@ -197,12 +197,14 @@ class SlotServer:
             raise RequestError("stale", f"the lease of {frame.fields['slot']} (epoch {epoch}) has ended")
         try:
             create = frames.new(Frame, (frame.kind, frame.request, deferred.fields, b""))
-            return self._make(create, deferred.layers, None, env_block(deferred.fields["env"]), epoch)
+            return self._make_slot(create, deferred.layers, None, env_block(deferred.fields["env"]), epoch)
         finally:
             # A slot that was made keeps the layers itself by now.
             deferred.release()
 
-    def _make(self, frame: Frame, layers: tuple[Any, ...], change: Any, variables: EnvBlock, epoch: int) -> Job | None:
+    def _make_slot(
+        self, frame: Frame, layers: tuple[Any, ...], change: Any, variables: EnvBlock, epoch: int
+    ) -> Job | None:
         new = self._driver.make(f"{epoch}", frame.fields, layers if change is None else layers[1:])
         slot = ServerSlot(
             f"slot-{epoch}", epoch, new, self.loop,
@@ -242,7 +244,7 @@ class SlotServer:
 
     def _on_created(self, frame: Frame, slot: ServerSlot, exposed: str) -> None:
         try:
-            self._connect(slot, frame.fields)
+            self._connect_network(slot, frame.fields)
         except OSError as error:
             self._replies.fail(frame, CannotMake(f"cannot make a slot: its network cannot be set up: {error}"))
             slot.kill(then=lambda: self._clean(slot))
@@ -251,7 +253,7 @@ class SlotServer:
             self._hand_over(slot, self._handover)
         self._replies.send(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
 
-    def _connect(self, slot: ServerSlot, fields: Fields) -> None:
+    def _connect_network(self, slot: ServerSlot, fields: Fields) -> None:
         """Connect a new slot's own network: to hosts outside, and to the other slots of its group. Raises OSError."""
         allow, group = fields.get("allow"), fields.get("group")
         if allow is not None or (fields["network"] and slot.network is NetworkScope.OWN):
@@ -317,7 +319,7 @@ class SlotServer:
     def _in_slot(self, frame: Frame) -> None:
         server_slot.OPERATIONS[frame.fields["op"]](self._slots.leased(frame), frame)
 
-    def _answer(self, frame: Frame) -> None:
+    def _answer_query(self, frame: Frame) -> None:
         self._replies.send(frame, server_slot.ANSWERS[frame.fields["op"]](self._slots.leased(frame), frame.fields))
 
     def _ask(self, frame: Frame) -> None:
@@ -338,7 +340,7 @@ class SlotServer:
         with self._frozen.exclusively(slot):
             # Before the freeze, so that the next checkpoint does not trust a file that was written during it.
             begun, begun_ns = time.monotonic(), time.time_ns()
-            stopped = yield from freezer.freeze(slot.pid)
+            stopped = yield from freezer.freeze_processes(slot.pid)
             try:
                 mapped = freezer.maps_files_shared(slot.pid)
                 layer, copied = yield from checkpoints.checkpoint(slot.files, mapped, begun_ns)
@@ -346,7 +348,7 @@ class SlotServer:
                 freezer.thaw(stopped)
         stopped_s = round(time.monotonic() - begun, 6)
         self._replies.send(
-            frame, {"layers": self._layers.register(layer), "copied_bytes": copied, "stopped_s": stopped_s}
+            frame, {"layers": self._layers.register_layer(layer), "copied_bytes": copied, "stopped_s": stopped_s}
         )
 
     # Layers

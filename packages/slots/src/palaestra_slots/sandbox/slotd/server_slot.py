@@ -255,11 +255,11 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
 ANSWERS: dict[str, Callable[[ServerSlot, Fields], Fields | None]] = {
     "oom": lambda slot, fields: {"oom": slot.ran_out_of_memory()},
     "hung": lambda slot, fields: slot.end_hung(),
-    "arguments": lambda slot, fields: {"arguments": _arguments(slot.root, int(fields["pid"]))},
+    "arguments": lambda slot, fields: {"arguments": _process_arguments(slot.root, int(fields["pid"]))},
 }
 
 
-def _arguments(root: int, pid: int) -> list[str] | None:
+def _process_arguments(root: int, pid: int) -> list[str] | None:
     """Return the arguments of the live process whose number in the slot is `pid`, read from the kernel; None if there
     is no such process."""
     try:
@@ -294,40 +294,40 @@ class ServiceQuery:
         self._socket = slot.make_socket(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         self._socket.setblocking(False)
         late = TimeoutError(errno.ETIMEDOUT, "the answer did not end in time")
-        self._timer = loop.later(fields["timeout_s"], lambda: self._end(late))
+        self._timer = loop.later(fields["timeout_s"], lambda: self._end_query(late))
         self._socket.connect_ex(("127.0.0.1", int(fields["port"])))
-        loop.watch(self._socket.fileno(), self._write)
-        loop.watch_for(self._socket.fileno(), WRITE, self._write)
+        loop.watch(self._socket.fileno(), self._write_request)
+        loop.watch_for(self._socket.fileno(), WRITE, self._write_request)
 
-    def _write(self) -> None:
+    def _write_request(self) -> None:
         # The socket does not block, so this is where the result of the connect is.
         problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
-            self._end(OSError(problem, os.strerror(problem)))
+            self._end_query(OSError(problem, os.strerror(problem)))
             return
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(error)
+            self._end_query(error)
             return
         if not self._unsent:
-            self._loop.watch_for(self._socket.fileno(), READ, self._read)
+            self._loop.watch_for(self._socket.fileno(), READ, self._read_answer)
 
-    def _read(self) -> None:
+    def _read_answer(self) -> None:
         try:
             data = self._socket.recv(_PIECE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(error)
+            self._end_query(error)
             return
         self._received += data
         if not data or len(self._received) >= self._most:
-            self._end(None)
+            self._end_query(None)
 
-    def _end(self, error: OSError | None) -> None:
+    def _end_query(self, error: OSError | None) -> None:
         self._timer.cancel()
         self._loop.unwatch(self._socket.fileno())
         self._socket.close()

@@ -82,7 +82,7 @@ class Download:
             self._credit += frame.fields["bytes"]
             self.pump()
         elif frame.kind is FrameKind.CANCEL:
-            self._end()
+            self._end_download()
 
     def pump(self) -> None:
         """Send as much as the credit allows. A file that has shrunk meanwhile ends early."""
@@ -103,7 +103,7 @@ class Download:
             # There is no credit left; the next one from the client continues here.
             if self._left > CHUNK:
                 return
-        self._end(self._next())
+        self._end_download(self._next())
 
     def _extent(self) -> tuple[int, int]:
         """If there is a hole at the current position, skip it and return its length and 0. Otherwise, return 0 and the
@@ -127,7 +127,7 @@ class Download:
         self._left -= len(data)
         return data
 
-    def _end(self, data: bytes = b"") -> None:
+    def _end_download(self, data: bytes = b"") -> None:
         del self._open[self._number]
         os.close(self._fd)
         self._connection.send(FrameKind.RESULT, self._number, None, data)

@@ -33,7 +33,7 @@ def of_tree(folder: str) -> tuple[str, int]:
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
         path = waiting.pop()
-        for name in _names(path):
+        for name in _list_folder(path):
             below = f"{path}/{name}"
             try:
                 status = os.lstat(below)
@@ -48,7 +48,7 @@ def of_tree(folder: str) -> tuple[str, int]:
     return digest.hexdigest(), taken
 
 
-def _names(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     """Return the sorted names in a folder. If the folder is gone or unreadable, the list is empty: the folder's own
     time of change, which is part of the digest, shows that."""
     with contextlib.suppress(OSError):

@@ -141,7 +141,7 @@ class SnapshotStore:
         same entry, that entry stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger
         than `max_bytes`, the limit of the whole store."""
         # The files must be on the disk before the record with their digest is.
-        _sync(path)
+        _sync_file_system(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
             raise OSError(
@@ -150,7 +150,7 @@ class SnapshotStore:
         self.evict(size_bytes)
         about = {"schema": SCHEMA, "key": key, "size_bytes": size_bytes, "digest": digest, "recipe": recipe}
         (path / "about.json").write_text(json.dumps(about))
-        _sync(path)
+        _sync_file_system(path)
         try:
             path.rename(self.folder / key)
         except OSError as error:
@@ -219,7 +219,7 @@ async def to_the_end(work: Callable[[], None]) -> None:
                 await asyncio.shield(working)
 
 
-def _sync(path: Path) -> None:
+def _sync_file_system(path: Path) -> None:
     """Sync the whole file system, because a workspace has too many files to sync each of them."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -115,7 +115,7 @@ class Terminal:
         """Return the screen once the program has written nothing for `quiet_s` seconds, or after `timeout_s` seconds at
         the latest."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while await self._take(quiet_s) and asyncio.get_running_loop().time() < deadline:
+        while await self._feed_screen(quiet_s) and asyncio.get_running_loop().time() < deadline:
             pass
         return await self._shot()
 
@@ -128,7 +128,7 @@ class Terminal:
             if re.search(pattern, shot.text):
                 return shot
             left = deadline - asyncio.get_running_loop().time()
-            if left <= 0 or (not await self._take(left) and not shot.running):
+            if left <= 0 or (not await self._feed_screen(left) and not shot.running):
                 raise TimeoutError(f"the terminal did not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
 
     async def command_ended(self, cursor: int, patience_s: float) -> int | None:
@@ -146,7 +146,7 @@ class Terminal:
                 return None
         return None
 
-    async def _take(self, wait_s: float) -> bool:
+    async def _feed_screen(self, wait_s: float) -> bool:
         """Feed new output to the screen, waiting up to `wait_s` seconds for it. Returns False if none came."""
         piece = await self.process.read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
@@ -162,7 +162,7 @@ class Terminal:
 
     async def _shot(self) -> ScreenShot:
         status = await self.process.status()
-        while await self._take(0):
+        while await self._feed_screen(0):
             # A program that writes all the time would otherwise never let this end.
             if status.running and self._cursor >= status.output_total_bytes:
                 break

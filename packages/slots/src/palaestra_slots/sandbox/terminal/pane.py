@@ -42,7 +42,7 @@ class Pane:
         except (TypeError, ValueError) as error:
             return tool_result(error=f"{type(error).__name__}: {error}")
 
-    def _open(self) -> Terminal:
+    def _started_terminal(self) -> Terminal:
         if self._terminal is None:
             raise ValueError("no terminal is open: use start")
         return self._terminal
@@ -59,7 +59,7 @@ class Pane:
         return await self._read_screen(_QUIET_S, _PATIENCE_S)
 
     async def _send_keys(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
-        terminal, keys = self._open(), args.get("keys")
+        terminal, keys = self._started_terminal(), args.get("keys")
         if not isinstance(keys, str | list) or not keys:
             raise ValueError("keys must be a string or a list of strings")
         quiet_s = _number_between(args.get("min_wait_s"), _QUIET_S, 0.0, _MOST_PATIENCE_S)
@@ -78,7 +78,7 @@ class Pane:
     async def _capture(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         if not args.get("capture_entire"):
             return await self._read_screen(_QUIET_S, 1.0)
-        terminal = self._open()
+        terminal = self._started_terminal()
         total = (await terminal.process.status()).output_total_bytes
         piece = await terminal.process.read(max(0, total - _KEPT_BYTES), max_bytes=_KEPT_BYTES)
         return tool_result(piece.data.decode(errors="replace"))
@@ -86,7 +86,7 @@ class Pane:
     async def _stream(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         most = int(_number_between(args.get("max_bytes"), _STREAM_BYTES, 1, _KEPT_BYTES))
         start = 0 if args.get("reset") else self._cursor
-        piece = await self._open().process.read(start, max_bytes=most)
+        piece = await self._started_terminal().process.read(start, max_bytes=most)
         self._cursor = piece.end
         return tool_result(piece.data.decode(errors="replace"))
 
@@ -97,7 +97,7 @@ class Pane:
         return tool_result()
 
     async def _read_screen(self, quiet_s: float, patience_s: float) -> ExecutionResult:
-        shot = await self._open().capture(quiet_s=quiet_s, timeout_s=patience_s)
+        shot = await self._started_terminal().capture(quiet_s=quiet_s, timeout_s=patience_s)
         facts = {"cursor": list(shot.cursor), "running": shot.running, "emulated": shot.emulated}
         result = tool_result(shot.text)
         return replace(result, metadata={**result.metadata, **facts})

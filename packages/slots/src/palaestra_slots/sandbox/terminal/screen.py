@@ -97,7 +97,7 @@ class PlainScreen:
 
     def feed(self, data: bytes) -> bytes:
         text, self._rest = plain(self._rest + data)
-        self._write(text)
+        self._write_text(text)
         return b""
 
     def resize(self, size: TerminalSize) -> None:
@@ -108,7 +108,7 @@ class PlainScreen:
         lines = [line.encode(errors="surrogateescape").decode(errors="replace").rstrip() for line in self._lines]
         return "\n".join(lines).rstrip("\n")
 
-    def _write(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         for part in re.split(r"([\r\n\b])", text):
             if part == "\n":
                 self._lines.append("")

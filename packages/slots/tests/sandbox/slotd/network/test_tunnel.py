@@ -55,10 +55,10 @@ def test_an_address_of_this_host_is_refused() -> None:
 
 
 def test_slots_share_the_descriptors() -> None:
-    assert tunnel.share(1 << 20, 1) == tunnel.MOST_CONNECTIONS
+    assert tunnel.connections_per_tunnel(1 << 20, 1) == tunnel.MOST_CONNECTIONS
     for slots in (2, 4, 8):
-        assert 3 * slots * tunnel.share(4096, slots) <= 4096
-    assert tunnel.share(1024, 100) == 16
+        assert 3 * slots * tunnel.connections_per_tunnel(4096, slots) <= 4096
+    assert tunnel.connections_per_tunnel(1024, 100) == 16
 
 
 @pytest.fixture(params=[Rung.FULL, Rung.USERNS], ids=lambda rung: str(rung.label))

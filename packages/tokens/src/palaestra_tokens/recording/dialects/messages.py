@@ -165,13 +165,13 @@ class _MessageReader:
                 rest.append(block)
                 continue
             # Anthropic's format has results and text in one message; templates expect each result right after its call.
-            content = content_parts(block.get("content"), f"{place}.content", self._features, _image)
+            content = content_parts(block.get("content"), f"{place}.content", self._features, _image_part)
             call_id = text_field(block, "tool_use_id", place)
             self._request.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             if block.get("is_error"):
                 self._request.ignored.append(f"{place}.is_error")
         if rest:
-            content = content_parts(rest, f"{param}.content", self._features, _image)
+            content = content_parts(rest, f"{param}.content", self._features, _image_part)
             self._request.messages.append({"role": role, "content": content})
 
 
@@ -179,7 +179,7 @@ def _no_image(part: Mapping[str, JSON], param: str) -> JSON:
     raise unsupported(param, f"Content of type {part.get('type')!r} is not supported by this endpoint.")
 
 
-def _image(part: Mapping[str, JSON], param: str) -> JSON:
+def _image_part(part: Mapping[str, JSON], param: str) -> JSON:
     source = part.get("source")
     if part.get("type") != "image" or not isinstance(source, dict):
         return _no_image(part, param)

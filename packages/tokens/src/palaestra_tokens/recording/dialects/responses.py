@@ -136,7 +136,7 @@ class _InputReader:
         elif kind in ("function_call", "custom_tool_call"):
             self._add_call(item, kind, param)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = content_parts(item.get("output"), f"{param}.output", self._features, _image)
+            output = content_parts(item.get("output"), f"{param}.output", self._features, _content_part)
             call_id = text_field(item, "call_id", param)
             self._messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
@@ -152,7 +152,7 @@ class _InputReader:
 
     def _add_message(self, item: Mapping[str, JSON], param: str) -> None:
         role = item.get("role")
-        content = content_parts(item.get("content"), f"{param}.content", self._features, _image)
+        content = content_parts(item.get("content"), f"{param}.content", self._features, _content_part)
         if role == "assistant":
             self._assistant()
             self._texts.setdefault(len(self._messages) - 1, []).append(str(content))
@@ -192,7 +192,7 @@ class _InputReader:
         return self._messages[-1]
 
 
-def _image(part: Mapping[str, JSON], param: str) -> JSON:
+def _content_part(part: Mapping[str, JSON], param: str) -> JSON:
     if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):
@@ -300,14 +300,14 @@ class ResponsesStream:
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
     def text(self, text: str) -> bytes:
-        begun = self._begin("message")
+        begun = self._begin_item("message")
         self._texts["message"] += text
         return begun + self._event(
             "response.output_text.delta", **self._place("msg"), content_index=0, delta=text, logprobs=[]
         )
 
     def reasoning(self, text: str) -> bytes:
-        begun = self._begin("reasoning")
+        begun = self._begin_item("reasoning")
         self._texts["reasoning"] += text
         return begun + self._event("response.reasoning_text.delta", **self._place("rs"), content_index=0, delta=text)
 
@@ -340,7 +340,7 @@ class ResponsesStream:
     def _place(self, prefix: str) -> dict[str, JSON]:
         return {"item_id": f"{prefix}_{self._id}", "output_index": len(self._items)}
 
-    def _begin(self, kind: str) -> bytes:
+    def _begin_item(self, kind: str) -> bytes:
         if self._open == kind:
             return b""
         closed, self._open = self._end_item(), kind

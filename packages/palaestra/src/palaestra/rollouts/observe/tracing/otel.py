@@ -119,7 +119,7 @@ class Spans:
         }
         links = [Link(self._run.get_span_context())] if self._run is not None else []
         # An empty context begins a trace. Without one, the span that is current would become the parent.
-        self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
+        self._begin_span(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
 
     def _on_group_ended(self, event: GroupEnded) -> None:
         self._end_spans(event.group_id, event.error.partition(":")[0])
@@ -127,7 +127,7 @@ class Spans:
     def _on_rollout(self, event: RolloutBegun) -> None:
         self._end_spans(event.rollout_id)
         parent = self._context(event.rollout_id.rpartition("/")[0])
-        self._begin(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
+        self._begin_span(event.rollout_id, "", "rollout", {"palaestra.rollout.id": event.rollout_id}, parent)
 
     def _on_rollout_ended(self, event: RolloutEnded | AttemptDiscarded) -> None:
         trajectory = event.trajectory
@@ -146,15 +146,15 @@ class Spans:
             return
         if stage == "agent":
             agent = {OPERATION: "invoke_agent", "gen_ai.agent.name": self._env, CONVERSATION: name}
-            self._begin(name, stage, f"invoke_agent {self._env}", agent | self.model, self._context(name))
+            self._begin_span(name, stage, f"invoke_agent {self._env}", agent | self.model, self._context(name))
         else:
-            self._begin(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
+            self._begin_span(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
 
     def _end_stage(self, name: str, stage: str, error: str) -> None:
         spans = self._open.get(name, [])
         for place in reversed(range(len(spans))):
             if spans[place][0] == stage:
-                _end(spans.pop(place)[1], error)
+                _end_span(spans.pop(place)[1], error)
                 return
 
     def _on_graded(self, event: Graded) -> None:
@@ -165,7 +165,7 @@ class Spans:
         if spans := self._open.get(event.rollout_id):
             spans[0][1].add_event("gen_ai.evaluation.result", told)
 
-    def _begin(
+    def _begin_span(
         self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
     ) -> None:
         # a lone surrogate, which models sometimes write, would make the SDK lose the whole batch of spans
@@ -175,7 +175,7 @@ class Spans:
     def _end_spans(self, name: str, error: str = "") -> None:
         for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
             # The outermost span is that of the group or rollout. The inner ones were only cut short by its end.
-            _end(span, error if place == 0 else "")
+            _end_span(span, error if place == 0 else "")
 
     def _context(self, name: str) -> Context:
         """Return the context in which a span of this group or rollout opens."""
@@ -255,7 +255,7 @@ class Spans:
             span.set_attribute("gen_ai.output.messages", messages_text(said, reason))
 
 
-def _end(span: Span, error: str = "") -> None:
+def _end_span(span: Span, error: str = "") -> None:
     if error:
         failed(span, error)
     span.end()

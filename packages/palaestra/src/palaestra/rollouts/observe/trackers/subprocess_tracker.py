@@ -47,13 +47,13 @@ class ChildTracker:
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
         """Send metrics to the child."""
-        self._send({"step": step, "numbers": dict(numbers)})
+        self._send_line({"step": step, "numbers": dict(numbers)})
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
         """Send rollouts to the child."""
-        self._send({"step": step, "table": name, "rows": [list(row) for row in rollouts]})
+        self._send_line({"step": step, "table": name, "rows": [list(row) for row in rollouts]})
 
-    def _send(self, line: dict[str, JSON]) -> None:
+    def _send_line(self, line: dict[str, JSON]) -> None:
         if self._closed:
             return
         if self._child.returncode is not None or self._pipe.transport.is_closing():

@@ -82,18 +82,20 @@ class Pull:
 
     async def _manifest(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, ImageManifest]:
         """Return the manifest for this machine, following an index."""
-        data, found = await self._read(repository, reference, name)
+        data, found = await self._read_manifest(repository, reference, name)
         digest, size = manifests.digest_of(data), len(data)
         if found["mediaType"] in manifests.INDEXES:
             entry = manifests.manifest_for(found, unpack.architecture(), name)
-            data, found = await self._read(repository, entry.digest, name)
+            data, found = await self._read_manifest(repository, entry.digest, name)
             digest, size = entry.digest, len(data)
             if found["mediaType"] in manifests.INDEXES or size != entry.size:
                 raise ImageError(f"{name} is not valid: an entry of its index is not the manifest that it states")
         blob = Blob(digest, size, str(found["mediaType"]))
         return data, manifests.image_manifest(found, blob, name, self.max_bytes)
 
-    async def _read(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, dict[str, Any]]:
+    async def _read_manifest(
+        self, repository: ImageRepository, reference: str, name: str
+    ) -> tuple[bytes, dict[str, Any]]:
         async def ask(tries: int, left_s: float) -> tuple[bytes, str]:
             try:
                 async with asyncio.timeout(left_s):
@@ -118,7 +120,7 @@ class Pull:
         total = sum(blob.size for blob in blobs)
         places = asyncio.Semaphore(_CONCURRENT)
 
-        async def one(blob: Blob) -> None:
+        async def pull_blob(blob: Blob) -> None:
             def arrived(count: int) -> None:
                 done[blob.digest] = count
                 progress(sum(done.values()), total)
@@ -132,7 +134,7 @@ class Pull:
         try:
             async with asyncio.TaskGroup() as group:
                 for blob in missing:
-                    group.create_task(one(blob))
+                    group.create_task(pull_blob(blob))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -218,11 +220,11 @@ class _Download:
         limit_s = _MANIFEST_S + (self._blob.size - self._have) / _SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._receive(file)
+                await self._receive_blob(file)
         except TimeoutError:
             raise TransientFailure(PullError(f"{self._blob.digest} arrives too slowly")) from None
 
-    async def _receive(self, file: IO[bytes]) -> None:
+    async def _receive_blob(self, file: IO[bytes]) -> None:
         async with self._repository.blob(self._blob.digest, self._have) as (content, start):
             if start != self._have:
                 self._restart(file)
@@ -233,12 +235,12 @@ class _Download:
                         f"the registry sent more than the {self._blob.size} bytes of {self._blob.digest}: "
                         "they were removed"
                     )
-                await asyncio.to_thread(self._write, file, piece)
+                await asyncio.to_thread(self._write_piece, file, piece)
                 self._arrived(self._have)
         if self._have < self._blob.size:
             raise TransientFailure(PullError(f"the registry ended the download of {self._blob.digest} early"))
 
-    def _write(self, file: IO[bytes], piece: bytes) -> None:
+    def _write_piece(self, file: IO[bytes], piece: bytes) -> None:
         file.write(piece)
         file.flush()  # so that a killed process leaves all that it received
         self._digest.update(piece)

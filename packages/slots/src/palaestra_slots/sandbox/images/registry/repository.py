@@ -77,8 +77,8 @@ class ImageRepository:
         """Return the bytes of a manifest or an index and its type. A digest as `reference` is verified. Raises
         `PullError`, and `TransientFailure` for a failure that may pass."""
         async with self._requesting(f"manifests/{reference}", {"Accept": _ACCEPT}) as reply:
-            self._check(reply, 200)
-            data = await _read(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
+            self._check_status(reply, 200)
+            data = await _read_reply(reply, manifests.MAX_MANIFEST_BYTES, f"the manifest of {name}")
         digest = manifests.digest_of(data)
         header = reply.headers.get("Docker-Content-Digest", digest)
         asked = reference if reference.startswith("sha256:") else digest
@@ -102,7 +102,7 @@ class ImageRepository:
                 yield reply.content, start
                 return
             if not (start and reply.status == 416):  # a registry that has fewer bytes than came before
-                self._check(reply, 200)
+                self._check_status(reply, 200)
                 yield reply.content, 0
                 return
         async with self.blob(digest, 0) as whole:
@@ -112,20 +112,20 @@ class ImageRepository:
     async def _requesting(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the reply to a request below this repository, after authorisation and redirects."""
         url = self._base / "v2" / self._image.repository / path
-        reply = await self._send(url, headers, self._authorization)
+        reply = await self._send_request(url, headers, self._authorization)
         try:
             if reply.status == 401:
                 challenge = parse_challenge(reply.headers.getall("WWW-Authenticate", []))
                 reply.close()
                 self._authorization = await self._authorize(challenge)
-                reply = await self._send(url, headers, self._authorization)
+                reply = await self._send_request(url, headers, self._authorization)
             for _ in range(_MAX_REDIRECTS):
                 if reply.status not in _REDIRECTS:
                     break
                 url = self._target(url, reply.headers.get("Location", ""))
                 reply.close()
                 own = self._authorization if url.origin() == self._base.origin() else None
-                reply = await self._send(url, headers, own)
+                reply = await self._send_request(url, headers, own)
             try:
                 yield reply
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:  # no other OSError: the disk's
@@ -133,7 +133,9 @@ class ImageRepository:
         finally:
             reply.close()
 
-    async def _send(self, url: URL, headers: Mapping[str, str], authorization: str | None) -> aiohttp.ClientResponse:
+    async def _send_request(
+        self, url: URL, headers: Mapping[str, str], authorization: str | None
+    ) -> aiohttp.ClientResponse:
         sent = {**headers, **({"Authorization": authorization} if authorization else {})}
         proxy = None if is_loopback(url.host or "") else self._access.proxy(url.scheme, url.host or "")
         try:
@@ -174,11 +176,11 @@ class ImageRepository:
         """Return the header that answers a challenge. Raises `PullError` if the user has no credentials for it."""
         basic = self._access.credentials.of(self._image.host)
         if challenge is None:
-            raise self._refused(401, "")
+            raise self._access_error(401, "")
         if challenge.scheme == "basic":
             # The registry has just refused these credentials.
             if basic is None or self._authorization == basic:
-                raise self._refused(401, "")
+                raise self._access_error(401, "")
             return basic
         try:
             realm = URL(challenge.realm)
@@ -192,12 +194,12 @@ class ImageRepository:
             )
         service = {"service": challenge.service} if challenge.service else {}
         query = realm.update_query(service | {"scope": f"repository:{self._image.repository}:pull"})
-        reply = await self._send(query, {}, basic)
+        reply = await self._send_request(query, {}, basic)
         try:
             if reply.status in (400, 401, 403, 404):
-                raise self._refused(reply.status, f" by {_url_origin(realm)}")
-            self._check(reply, 200)
-            token = token_of(await _read(reply, _MAX_REPLY_BYTES, "the token"))
+                raise self._access_error(reply.status, f" by {_url_origin(realm)}")
+            self._check_status(reply, 200)
+            token = token_of(await _read_reply(reply, _MAX_REPLY_BYTES, "the token"))
         except ValueError as error:
             if isinstance(error, PullError):
                 raise
@@ -208,12 +210,12 @@ class ImageRepository:
             reply.close()
         return f"Bearer {token}"
 
-    def _check(self, reply: aiohttp.ClientResponse, wanted: int) -> None:
+    def _check_status(self, reply: aiohttp.ClientResponse, wanted: int) -> None:
         """Raise `TransientFailure` or `PullError` if a reply has another status than the wanted one."""
         if reply.status == wanted:
             return
         if reply.status in (401, 403):
-            raise self._refused(reply.status, "")
+            raise self._access_error(reply.status, "")
         if reply.status == 404:
             raise PullError(f"{self._image} is not in the registry, or part of it is missing (HTTP 404)")
         hint = (
@@ -226,7 +228,7 @@ class ImageRepository:
             raise TransientFailure(problem, retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall()))
         raise problem
 
-    def _refused(self, status: int, where: str) -> PullError:
+    def _access_error(self, status: int, where: str) -> PullError:
         hint = self._access.credentials.hint(self._image.host)
         return PullError(
             f"{self._image}: access was refused{where} (HTTP {status}). Either there is no such image, or it needs "
@@ -244,7 +246,7 @@ def _url_origin(url: URL) -> str:
     return one_line(f"{url.scheme}://{url.host}", 100)
 
 
-async def _read(reply: aiohttp.ClientResponse, most: int, what: str) -> bytes:
+async def _read_reply(reply: aiohttp.ClientResponse, most: int, what: str) -> bytes:
     data = bytearray()
     async for piece in reply.content.iter_chunked(1 << 16):
         data += piece

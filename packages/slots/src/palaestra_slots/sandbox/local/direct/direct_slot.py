@@ -167,7 +167,7 @@ class DirectSlot(Requests):
         if command is not None and (self._stops or self._frozen) and self._serves(op, fields):
             await self._until_resumed()  # the slot may end meanwhile, so the next line asks again
         if command is not None and self._serves(op, fields):
-            pending = self._begin(on_data, on_hole)
+            pending = self._new_request(on_data, on_hole)
             try:
                 try:
                     command(received(FrameKind.REQUEST, pending.number, fields, data))
@@ -423,14 +423,14 @@ async def _read_file(root: int, fields: Fields) -> bytes:
     fd, size = files.open_for_reading(root, path, fields["offset"], fields["max_bytes"])
     if size > _QUICK_BYTES:
         # A caller that is cancelled does not cancel the read, which closes the file.
-        return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(_read, fd, size)))
-    data = _read(fd, size)
+        return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(_read_and_close, fd, size)))
+    data = _read_and_close(fd, size)
     if next(_file_calls) % _IN_A_ROW == 0:
         await asyncio.sleep(0)
     return data
 
 
-def _read(fd: int, size: int) -> bytes:
+def _read_and_close(fd: int, size: int) -> bytes:
     """Read `size` bytes of a file, or fewer if it has shrunk, and close the file."""
     try:
         data = os.read(fd, size)

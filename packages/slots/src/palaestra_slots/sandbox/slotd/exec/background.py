@@ -68,7 +68,7 @@ class BackgroundProcesses:
         op, fields = frame.fields["op"], frame.fields
         try:
             if op == "spawn":
-                self._spawn(frame)
+                self._start_process(frame)
             elif op == "processes":
                 found = {"processes": [process.fields() for process in self._processes.values()]}
                 self._supervisor.send(FrameKind.RESULT, frame.request, found)
@@ -84,7 +84,7 @@ class BackgroundProcesses:
         except ValueError as error:
             raise OSError(errno.EINVAL, str(error)) from None
 
-    def _spawn(self, frame: Frame) -> None:
+    def _start_process(self, frame: Frame) -> None:
         fields, supervisor = frame.fields, self._supervisor
         self._make_room()
         process = BackgroundProcess(next(self._numbers), supervisor, hold=bool(fields.get("hold")))
@@ -96,7 +96,7 @@ class BackgroundProcesses:
             else:
                 supervisor.send(FrameKind.ERROR, frame.request, error)
 
-        argv = fields.get("argv") or [f"/bin/{supervisor.shell()}", "-c", fields["command"]]
+        argv = fields.get("argv") or [f"/bin/{supervisor.shell_name()}", "-c", fields["command"]]
         size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
         env = supervisor.with_variables(fields["env"])
         apart = bool(fields.get("apart"))
@@ -188,11 +188,11 @@ class BackgroundProcess:
         if cursor < 0:
             cursor = max(0, stream.ring.total + cursor)
         stream.taken(cursor)
-        self._wait(_Reader(number, stream, cursor, max_bytes, None), wait_s)
+        self._answer_when_ready(_Reader(number, stream, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
         """Answer when the process has ended, or after `wait_s` seconds."""
-        self._wait(_Reader(number, None, None, 0, None), wait_s)
+        self._answer_when_ready(_Reader(number, None, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
         """Answer when all of `data` is written. If `close` is true, end the input after that. Raises
@@ -251,7 +251,7 @@ class BackgroundProcess:
         if frame.kind is not FrameKind.CANCEL:
             return
         if frame.request in self._readers:
-            self._answer(self._readers[frame.request])
+            self._answer_reader(self._readers[frame.request])
         if self._input is not None:
             self._input.cancel(frame.request)
 
@@ -294,11 +294,11 @@ class BackgroundProcess:
     def on_output(self, stream: _Output) -> None:
         """Answer the requests that wait for output of this stream."""
         for reader in [reader for reader in self._readers.values() if reader.stream is stream]:
-            self._answer(reader)
+            self._answer_reader(reader)
 
     def _on_end(self, report: InitReport) -> None:
         for stream in self._outputs:
-            stream.drain()
+            stream.read_rest()
         # Set only after the drain, so that a reader who learns that the process has ended has all of its output.
         self._end, self.over, self._ended = report, True, time.monotonic()
         # A kill that is under way ends with the report KILLED, which comes after this one.
@@ -310,18 +310,18 @@ class BackgroundProcess:
             stream.spill.close()
             stream.watch()  # of processes that the ended one has left
         for reader in list(self._readers.values()):
-            self._answer(reader)
+            self._answer_reader(reader)
 
-    def _wait(self, reader: _Reader, wait_s: float) -> None:
+    def _answer_when_ready(self, reader: _Reader, wait_s: float) -> None:
         ready = reader.stream is not None and reader.cursor is not None and reader.stream.ring.total > reader.cursor
         if ready or self.over or wait_s <= 0:
-            self._answer(reader)
+            self._answer_reader(reader)
             return
         self._readers[reader.number] = reader
         self._open[reader.number] = self
-        reader.timer = self._loop.later(wait_s, lambda: self._answer(reader))
+        reader.timer = self._loop.later(wait_s, lambda: self._answer_reader(reader))
 
-    def _answer(self, reader: _Reader) -> None:
+    def _answer_reader(self, reader: _Reader) -> None:
         if reader.timer is not None:
             reader.timer.cancel()
         self._readers.pop(reader.number, None)
@@ -370,7 +370,7 @@ class _Output:
         if self._hold:
             self.watch()
 
-    def drain(self) -> None:
+    def read_rest(self) -> None:
         """Read what the process wrote before its end, which is in the pipe now."""
         taken = 0
         # The ended process cannot have left more than a pipe holds. What it has started may write without end, and must
@@ -397,7 +397,7 @@ class _Output:
     def _on_output(self) -> None:
         data = pipes.read(self.fd)
         if data:
-            self._take(data)
+            self._take_output(data)
         elif data is None:
             return
         elif self._process.terminal and not self._process.over:
@@ -407,7 +407,7 @@ class _Output:
         else:
             self.close()
 
-    def _take(self, data: bytes) -> None:
+    def _take_output(self, data: bytes) -> None:
         self.spill.add(data, self._seen)
         if self._seen.total <= RING_BYTES:
             self._seen.add(data)
@@ -473,12 +473,12 @@ class _Input:
         """Answer a request with the number of bytes written, and drop the rest."""
         for item in [item for item in self._writing if item[0] == number]:
             self._writing.remove(item)
-            self._answer(item)
+            self._answer_write(item)
 
     def finish(self) -> None:
         """Answer all requests and close, because the process has stopped reading. Idempotent."""
         while self._writing:
-            self._answer(self._writing.popleft())
+            self._answer_write(self._writing.popleft())
         self._close()
 
     def fail(self, fields: Fields) -> None:
@@ -505,7 +505,7 @@ class _Input:
                 self._writing[0] = (number, view[written:], size)
             else:
                 self._writing.popleft()
-                self._answer((number, view[written:], size))
+                self._answer_write((number, view[written:], size))
         # The input is closed only after everything that was written to it before.
         if self._closing and not self._writing:
             self._close()
@@ -522,7 +522,7 @@ class _Input:
             self._loop.unwatch(self.fd)
         self._listening = wanted
 
-    def _answer(self, item: tuple[int, memoryview, int]) -> None:
+    def _answer_write(self, item: tuple[int, memoryview, int]) -> None:
         number, view, size = item
         self._open.pop(number, None)
         self._send(FrameKind.RESULT, number, {"written": size - len(view)})

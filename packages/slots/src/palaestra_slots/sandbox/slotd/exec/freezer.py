@@ -27,7 +27,7 @@ _STILL = {b"T", b"t", b"Z", b"X"}
 _GONE = {b"Z", b"X"}
 
 
-def freeze(init: int) -> Generator[None, None, list[int]]:
+def freeze_processes(init: int) -> Generator[None, None, list[int]]:
     """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. If a process does not stop in time,
     lets the stopped processes continue and raises `CannotMake`."""
     stopped: list[int] = []
@@ -58,7 +58,7 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
 
 
 def thaw(stopped: list[int]) -> None:
-    """Let the processes that `freeze` has stopped continue, the youngest generation first."""
+    """Let the processes that `freeze_processes` has stopped continue, the youngest generation first."""
     for pid in reversed(stopped):
         _signal(pid, signal.SIGCONT)
 

@@ -91,7 +91,7 @@ def inside(init: int, noted: Noted) -> Moment:
 
 def _began_in(pid: int, tick: int) -> bool:
     with contextlib.suppress(OSError):
-        return _read(pid).started == tick
+        return _process_stat(pid).started == tick
     return False
 
 
@@ -166,7 +166,7 @@ def processes() -> list[ProcessStat]:
     table = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            table.append(_read(int(name)))
+            table.append(_process_stat(int(name)))
     return descendants(os.getpid(), table)
 
 
@@ -227,7 +227,7 @@ def _fields(pid: int) -> list[bytes]:
         return file.read().rpartition(b") ")[2].split()
 
 
-def _read(pid: int) -> ProcessStat:
+def _process_stat(pid: int) -> ProcessStat:
     fields = _fields(pid)
     ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2  # with more threads, only the main thread has ended
     return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), ended)

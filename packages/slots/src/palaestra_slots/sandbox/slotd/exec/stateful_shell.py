@@ -121,7 +121,7 @@ class ShellProcess:
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int], cwd: str, env: EnvBlock) -> None:
         self._supervisor, self._loop, self._numbers = supervisor, supervisor.loop, numbers
         self._cwd, self._env = cwd, env
-        self.kind = supervisor.shell()
+        self.kind = supervisor.shell_name()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
         self._input, self._command = pipes.MemoryFile(), pipes.MemoryFile()
@@ -185,7 +185,7 @@ class ShellProcess:
         if report.kind is ReportKind.KILLED:
             if self._execution is not None and self._execution.ended:
                 self._execution.on_killed(report.flag)
-                self._finish()
+                self._finish_execution()
             if report.command != self._process:
                 self._supervisor.drop(report.command)
             return
@@ -201,7 +201,7 @@ class ShellProcess:
         execution = self._execution
         if execution is None or execution.awaiting_oom or execution.on_exit(report):
             self._supervisor.drop(report.command)
-            self._finish()
+            self._finish_execution()
 
     def on_lost(self) -> None:
         self._discard()
@@ -263,7 +263,7 @@ class ShellProcess:
         if execution is None or execution.ended:
             return
         if execution.on_exit(InitReport(ReportKind.EXIT, value=code)):
-            self._finish()
+            self._finish_execution()
         # The shell is back at its prompt after the interrupt, so it stays, and only what its command has left is
         # killed.
         elif self._stop_waiting() and self._process is not None:
@@ -299,7 +299,7 @@ class ShellProcess:
         self._read_status()
         self._supervisor.receive_all()
 
-    def _finish(self) -> None:
+    def _finish_execution(self) -> None:
         if self._execution is not None and not self._execution.awaiting_oom:
             restarted, self._restarted = self._restarted, False
             flags = frames.STATEFUL | (frames.RESTARTED if restarted else 0)

@@ -104,7 +104,7 @@ class Supervisor:
         OSError."""
         fields, argv, shell, env = frame.fields, frame.fields.get("argv"), None, self.environment
         if argv is None:
-            shell = "bash" if self._has_bash else self.shell()
+            shell = "bash" if self._has_bash else self.shell_name()
             argv = [f"/bin/{shell}", "-c", fields["command"]]
         try:
             if "env" in fields:
@@ -171,7 +171,7 @@ class Supervisor:
             execution.await_oom()
             self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
-    def shell(self) -> str:
+    def shell_name(self) -> str:
         """Return `bash`, or `sh` if the root has no bash. The file is looked up each time, because a process of the
         slot may remove it."""
         return "bash" if files.describe(self.owner.root, "/bin/bash", 0) is not None else "sh"

@@ -119,7 +119,7 @@ class OverlayCut:
             if not self._open_up(f"{self._layer}/{parent}", parent, names[index], wanted):
                 return
         if _lstat(f"{self._layer}/{path}") is not None:
-            self._drop(path)
+            self._move_to_trash(path)
 
     def _drop_all(self) -> str:
         """Replace the layer by an empty directory like the one in the stack below; returns the path of the old
@@ -173,7 +173,7 @@ class OverlayCut:
             self._like_below(directory, path, directory)
             self._hide_below(directory, path, passage)
         elif not stat.S_ISDIR(status.st_mode):
-            self._drop(path)
+            self._move_to_trash(path)
             return False
         elif wanted and self._marks.is_opaque(directory):
             self._hide_below(directory, path, passage)
@@ -192,7 +192,7 @@ class OverlayCut:
             elif stat.S_ISDIR(status.st_mode):
                 self._marks.set_opaque(child, True)
 
-    def _drop(self, path: str) -> None:
+    def _move_to_trash(self, path: str) -> None:
         os.rename(f"{self._layer}/{path}", f"{self._trash}/{self._dropped}")
         self._dropped += 1
 

@@ -43,7 +43,7 @@ def find(prefix: str = "") -> list[Hierarchy]:
     found: list[Hierarchy] = []
     for point, kind, options in _mounts(prefix):
         if kind == "cgroup2":
-            available = _read(f"{point}/cgroup.controllers").split()
+            available = _read_or_empty(f"{point}/cgroup.controllers").split()
             if {"memory", "pids"} <= set(available):
                 found.append(Hierarchy(2, ("memory", "pids", "cpu"), f"{point}/{PARENT}"))
             # Without controllers, a group can still freeze and end all of its processes.
@@ -108,7 +108,7 @@ class ServerCgroup:
             directory = f"{prefix}{hierarchy.parent}/{self._name}/{slot}"
             os.mkdir(directory)
             made.append(directory)
-            for name, value in _settings(hierarchy, limits):
+            for name, value in _limit_settings(hierarchy, limits):
                 with contextlib.suppress(FileNotFoundError):  # the limit on memory plus swap needs swap accounting
                     write_file(f"{directory}/{name}", value)
         return made
@@ -156,7 +156,7 @@ def oom_kills(directories: list[str]) -> int:
     """Return the number of a slot's processes that the kernel has killed so far for lack of memory."""
     for directory in directories:
         for name in ("memory.oom_control", "memory.events"):
-            for line in _read(f"{directory}/{name}").splitlines():
+            for line in _read_or_empty(f"{directory}/{name}").splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
@@ -168,7 +168,7 @@ def remove(directories: list[str]) -> bool:
     return not kept
 
 
-def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
+def _limit_settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
     settings: list[tuple[str, str]] = []
     first = hierarchy.version == 1
     if "memory" in hierarchy.controllers and limits["memory_bytes"] is not None:
@@ -191,7 +191,7 @@ def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
 def _own_groups() -> dict[str, str]:
     """Return the group of this process by controller, from /proc/self/cgroup (version 1 lines)."""
     groups: dict[str, str] = {}
-    for line in _read("/proc/self/cgroup").splitlines():
+    for line in _read_or_empty("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         groups |= dict.fromkeys(controllers.split(","), path)
     return groups
@@ -200,7 +200,7 @@ def _own_groups() -> dict[str, str]:
 def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
     """Return mount point, type and options of every cgroup hierarchy (proc(5), mountinfo)."""
     mounts = []
-    for line in _read("/proc/self/mountinfo").splitlines():
+    for line in _read_or_empty("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split()[:3]
         point = left.split()[4]
@@ -256,7 +256,7 @@ def _is_removed(directory: str) -> bool:
     return True
 
 
-def _read(path: str) -> str:
+def _read_or_empty(path: str) -> str:
     try:
         with open(path) as file:
             return file.read()

@@ -276,7 +276,7 @@ def _copy_host_file(source: str, target: str) -> None:
         os.symlink(os.readlink(source), target)
     elif os.path.isdir(source):
         os.mkdir(target, 0o755)
-        for name in _names(source):
+        for name in _list_directory(source):
             _copy_host_file(f"{source}/{name}", f"{target}/{name}")
     # A file that not everybody on the host may read must not become readable in a slot.
     elif os.path.isfile(source) and os.stat(source).st_mode & 0o004:
@@ -292,11 +292,11 @@ def is_private(path: str) -> bool:
 def matching(directory: str, pattern: str) -> list[str]:
     """Return the paths below a directory that match a pattern, relative to the directory."""
     first, _, rest = pattern.partition("/")
-    names = fnmatch.filter(_names(directory), first)
+    names = fnmatch.filter(_list_directory(directory), first)
     return [f"{name}/{path}" for name in names for path in matching(f"{directory}/{name}", rest)] if rest else names
 
 
-def _names(directory: str) -> list[str]:
+def _list_directory(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError:

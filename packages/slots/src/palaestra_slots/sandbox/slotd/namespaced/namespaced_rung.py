@@ -353,7 +353,7 @@ class NamespaceInit:
             self._taken = self.user_namespaces.take()
         network = self.networks.take() if self.networks is not None else None
         try:
-            return self._spawn(control, network)
+            return self._start_init(control, network)
         except BaseException:
             self._give_back()
             raise
@@ -361,7 +361,7 @@ class NamespaceInit:
             if network is not None:
                 os.close(network)
 
-    def _spawn(self, control: socket.socket, network: int | None) -> int:
+    def _start_init(self, control: socket.socket, network: int | None) -> int:
         steps = (*self._enter(network is None), _confinement(self.user_namespaces is None, self.limits))
         listed = memory_file(native_init.encode_steps(steps))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
@@ -498,7 +498,7 @@ def _file_bytes(limits: Fields, grouped: bool) -> int:
     return int(disk if memory is None or not grouped else min(disk, memory - memory // 8))
 
 
-def _write(root: int, path: str, data: bytes, owner: int) -> None:
+def _write_file(root: int, path: str, data: bytes, owner: int) -> None:
     """Write a file as the request `write` does in a slot with this root."""
     writing = Writing(root, absolute(path), None, owner)
     writing.put(data)
@@ -647,7 +647,7 @@ class OverlayCheckpoints:
             root = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 for path, data in files:
-                    _write(root, path, data, owner)
+                    _write_file(root, path, data, owner)
             finally:
                 os.close(root)
         except BaseException:

@@ -117,7 +117,7 @@ class UnusedNetworks:
 
     def keep(self, network: int) -> None:
         """Keep the namespace of a dead slot if it is unused, otherwise let the kernel free it."""
-        if len(self._free) < _MOST_KEPT and self._read(network) == self._unused:
+        if len(self._free) < _MOST_KEPT and self._read_traces(network) == self._unused:
             self._free.append(network)
         else:
             os.close(network)
@@ -127,11 +127,11 @@ class UnusedNetworks:
         datagram does not show."""
         network = self._new()
         try:
-            unused = self._read(network)
+            unused = self._read_traces(network)
             with self._inside(network), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                 opened = _traces()
                 sender.sendto(b"", ("127.0.0.1", 9))
-            sent = self._read(network)
+            sent = self._read_traces(network)
         finally:
             os.close(network)
         shows = opened[-1] != unused[-1] and sent[:-1] != unused[:-1] and sent[-1] == unused[-1]
@@ -147,7 +147,7 @@ class UnusedNetworks:
         finally:
             syscalls.setns(self._own, syscalls.CLONE_NEWNET)
 
-    def _read(self, network: int) -> tuple[bytes, ...]:
+    def _read_traces(self, network: int) -> tuple[bytes, ...]:
         with self._inside(network):
             return _traces()
 

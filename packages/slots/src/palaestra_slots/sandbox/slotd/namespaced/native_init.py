@@ -47,8 +47,8 @@ def load(prefix: str = "") -> int:
     Raises `NoInit`."""
     folder = prefix + FOLDER
     try:
-        name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
-        program = _sealed(_read(f"{folder}/{name}"))
+        name = binary_name(syscalls.MACHINE, [_read_file(f"{folder}/{source}") for source in SOURCES])
+        program = _sealed(_read_file(f"{folder}/{name}"))
     except FileNotFoundError:
         entries = os.listdir(folder) if os.path.isdir(folder) else []
         stale = any(entry.startswith(f"init-{syscalls.MACHINE}-") for entry in entries)
@@ -62,7 +62,7 @@ def load(prefix: str = "") -> int:
     return program
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
 

@@ -72,7 +72,7 @@ class HostRule:
 
 def parse(entry: str) -> HostRule:
     """Return the rule for one entry of a list. Raises ValueError for an invalid entry."""
-    host, ports = _split(entry.strip())
+    host, ports = _host_and_ports(entry.strip())
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
         return HostRule("*", None, ports)
@@ -88,7 +88,7 @@ def parse(entry: str) -> HostRule:
     return HostRule(normal(host), None, ports)
 
 
-def _split(entry: str) -> tuple[str, frozenset[int] | None]:
+def _host_and_ports(entry: str) -> tuple[str, frozenset[int] | None]:
     host, colon, port = entry.rpartition(":")
     # An address of version 6 has colons itself, so a port can only follow its brackets.
     if not colon or port.endswith("]") or (host.count(":") and not host.endswith("]")):

@@ -42,13 +42,13 @@ class BridgeExchange:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             door.setblocking(False)
-            door.bind(self._path(group))
+            door.bind(self._socket_path(group))
             door.listen()
         except OSError:
             door.close()
             raise
         self._offers[group] = door, bridge
-        self._loop.watch(door.fileno(), lambda: _answer(door, bridge))
+        self._loop.watch(door.fileno(), lambda: _send_bridge(door, bridge))
 
     def withdraw(self, group: str) -> None:
         """End an offer. Does nothing if this server offers no such bridge."""
@@ -57,7 +57,7 @@ class BridgeExchange:
             self._loop.unwatch(door.fileno())
             door.close()
             with contextlib.suppress(OSError):
-                os.unlink(self._path(group))
+                os.unlink(self._socket_path(group))
 
     def ask(self, group: str) -> int | None:
         """Return a descriptor of the bridge that another server offers; None if no server does. Raises OSError."""
@@ -65,18 +65,18 @@ class BridgeExchange:
             return None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             try:
-                asking.connect(self._path(group))
+                asking.connect(self._socket_path(group))
             except FileNotFoundError:
                 return None
             except ConnectionRefusedError:  # a second network would keep the slots of the group apart
                 raise OSError(errno.ECONNREFUSED, _ENDED) from None
-            self._wait(asking)
+            self._wait_for_answer(asking)
             _, bridges = pipes.receive(asking, 1, 1)
         if not bridges:
             raise OSError(errno.ECONNRESET, _ENDED)
         return bridges[0]
 
-    def _wait(self, asking: socket.socket) -> None:
+    def _wait_for_answer(self, asking: socket.socket) -> None:
         """Wait for an answer, and answer the others meanwhile. Raises TimeoutError."""
         offers = {door.fileno(): (door, bridge) for door, bridge in self._offers.values()}
         poll = select.poll()
@@ -88,14 +88,14 @@ class BridgeExchange:
             if asking.fileno() in ready:
                 return
             for fd in ready:
-                _answer(*offers[fd])
+                _send_bridge(*offers[fd])
         raise TimeoutError(errno.ETIMEDOUT, "the slot server with the group's network does not answer")
 
-    def _path(self, group: str) -> str:
+    def _socket_path(self, group: str) -> str:
         return f"{self._folder}/{hashlib.sha256(group.encode()).hexdigest()[:32]}"
 
 
-def _answer(door: socket.socket, bridge: int) -> None:
+def _send_bridge(door: socket.socket, bridge: int) -> None:
     """Send the bridge to a server that has connected."""
     with contextlib.suppress(OSError), door.accept()[0] as asked:  # which may have ended
         socket.send_fds(asked, [b"b"], [bridge])

@@ -74,7 +74,7 @@ class Forwarder:
         try:
             if len(self._connections) > self._most:
                 raise ForwardRefused("503 Service Unavailable", f"at most {self._most} connections at a time")
-            await self._answer(reader, writer)
+            await self._answer_request(reader, writer)
         except ForwardRefused as refused:
             body = f"{refused.text}\n".encode(errors="replace")
             head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
@@ -86,7 +86,7 @@ class Forwarder:
             self._connections.discard(task)
             writer.close()
 
-    async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _answer_request(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:
             async with asyncio.timeout(_HEAD_PATIENCE_S):
                 head = await reader.readuntil(b"\r\n\r\n")

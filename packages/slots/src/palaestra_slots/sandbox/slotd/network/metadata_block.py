@@ -106,7 +106,9 @@ def _connections(version: int) -> _Code:
     # 24 is the offset of the port in `struct bpf_sock_addr`.
     code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
     for number, network in enumerate(_networks(version)):
-        code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
+        code += _refusal_code(
+            [_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}"
+        )
     return [*code, *_verdicts()]
 
 
@@ -116,16 +118,16 @@ def _packets() -> _Code:
 
     A packet whose ports do not follow its header directly does not count as DNS.
     """
-    code: _Code = [_instruction(_COPY, 6, 1), *_read(0, 1), _instruction(_AND, 2, 0, 0, 0xF0)]
+    code: _Code = [_instruction(_COPY, 6, 1), *_load_code(0, 1), _instruction(_AND, 2, 0, 0, 0xF0)]
     code += [_Jump("version4", 2, 0x40), _Jump("version6", 2, 0x60), _Jump("allow")]
     for version in (4, 6):
         (head, (place, values)), (offset, size) = _PORTS[version], _DESTINATION[version]
-        code += [f"version{version}", *_read(place, 1), *(_Jump(f"port{version}", 2, value) for value in values)]
-        code += [_Jump(f"address{version}"), f"port{version}", *_read(head + 2, 2)]
-        code += [_Jump("allow", 2, _network_order(_DNS_PORT, 2)), f"address{version}", *_read(offset, size)]
+        code += [f"version{version}", *_load_code(place, 1), *(_Jump(f"port{version}", 2, value) for value in values)]
+        code += [_Jump(f"address{version}"), f"port{version}", *_load_code(head + 2, 2)]
+        code += [_Jump("allow", 2, _network_order(_DNS_PORT, 2)), f"address{version}", *_load_code(offset, size)]
         words = [_instruction(_LOAD, 2, 10, -16 + 4 * word) for word in range(size // 4)]
         for number, network in enumerate(_networks(version)):
-            code += _compare(words, network, f"next{version}-{number}")
+            code += _refusal_code(words, network, f"next{version}-{number}")
         code.append(_Jump("allow"))
     return [*code, *_verdicts()]
 
@@ -134,7 +136,7 @@ def _networks(version: int) -> list[Range]:
     return [network for network in METADATA if network.version == version]
 
 
-def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
+def _refusal_code(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
     """Return code that refuses an address in a network. Each of `words` loads one word of the address into r2."""
     code: _Code = []
     address, mask = network.network_address.packed, network.netmask.packed
@@ -149,7 +151,7 @@ def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
     return [*code, otherwise]
 
 
-def _read(offset: int, size: int) -> _Code:
+def _load_code(offset: int, size: int) -> _Code:
     """Return code that copies a part of the packet r6 to the last 16 bytes of the stack, and its first word to r2. If
     the packet is too short, both are zeros."""
     clear = [_instruction(_STORE, 10, 0, place, 0) for place in (-16, -8)]

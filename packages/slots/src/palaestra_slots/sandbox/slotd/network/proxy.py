@@ -30,7 +30,7 @@ from ..exec import pipes
 from . import allowlist
 from .allowlist import HostRule
 from .forward import HEAD_BYTES, Forwarder
-from .tunnel import Tunnel, is_own, share
+from .tunnel import Tunnel, connections_per_tunnel, is_own
 
 _MAX_NAME = 256
 MAX_CONNECTIONS = 64  # per slot
@@ -78,7 +78,7 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
-def _settings(fd: int) -> dict[str, Any]:
+def _read_settings(fd: int) -> dict[str, Any]:
     with open(fd, encoding="utf-8") as file:
         file.seek(0)  # an earlier proxy may have read it
         settings: dict[str, Any] = json.load(file)
@@ -96,17 +96,17 @@ class _Proxy:
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         self._orders: asyncio.Queue[tuple[str, list[int]]] = asyncio.Queue()
-        loop.add_reader(self._control.fileno(), self._take)
+        loop.add_reader(self._control.fileno(), self._take_tunnel)
         while not self._over.is_set():
             name, fds = await self._orders.get()
             if fds:
-                await self._open_gate(name, _settings(fds[0]), fds[1:])
+                await self._open_gate(name, _read_settings(fds[0]), fds[1:])
             elif name in self._gates:
                 for part in self._gates.pop(name):
                     part.close()
                 self._divide()
 
-    def _take(self) -> None:
+    def _take_tunnel(self) -> None:
         data, fds = pipes.receive(self._control, _MAX_NAME, 4)
         if not data:
             self._over.set()
@@ -117,7 +117,7 @@ class _Proxy:
         """Divide the descriptors of this process among the slots."""
         tunnels = [part for parts in self._gates.values() for part in parts if isinstance(part, Tunnel)]
         for tunnel in tunnels:
-            tunnel.most = share(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(tunnels))
+            tunnel.most = connections_per_tunnel(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(tunnels))
 
     async def _open_gate(self, name: str, settings: dict[str, Any], fds: list[int]) -> None:
         if "ports" in settings:

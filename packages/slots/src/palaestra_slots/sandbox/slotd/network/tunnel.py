@@ -69,7 +69,7 @@ def is_own(address: Address) -> bool:
         return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
 
 
-def share(descriptors: int, tunnels: int) -> int:
+def connections_per_tunnel(descriptors: int, tunnels: int) -> int:
     """Return the maximum number of connections per tunnel, so that no tunnel uses up the other tunnels' descriptors. A
     connection takes two descriptors, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
@@ -121,7 +121,7 @@ class Tunnel:
         for listener in self._listeners.values():
             listener.setblocking(False)
             self._servers.append(await asyncio.start_server(self._accept, sock=listener))
-        asyncio.get_running_loop().add_reader(self._device, self._read)
+        asyncio.get_running_loop().add_reader(self._device, self._read_packets)
 
     def close(self) -> None:
         """Close the device and all connections."""
@@ -134,7 +134,7 @@ class Tunnel:
             datagrams.close()
         os.close(self._device)
 
-    def _read(self) -> None:
+    def _read_packets(self) -> None:
         # Only so many in one turn of the loop, so that a flood of one slot does not hold up the others.
         for _ in range(_BURST):
             try:
@@ -145,13 +145,13 @@ class Tunnel:
                 asyncio.get_running_loop().remove_reader(self._device)
                 return
             with contextlib.suppress(struct.error, IndexError):  # an incomplete packet
-                self._take(packet)
+                self._take_packet(packet)
 
-    def _send(self, packet: bytes) -> None:
+    def _send_packet(self, packet: bytes) -> None:
         with contextlib.suppress(OSError):  # networks may lose packets
             os.write(self._device, packet)
 
-    def _take(self, packet: bytes) -> None:
+    def _take_packet(self, packet: bytes) -> None:
         version = packet[0] >> 4
         if version not in self._listeners:
             return
@@ -180,26 +180,26 @@ class Tunnel:
             # A packet of the listening socket: the slot's kernel answers a rewritten packet.
             flow = self._by_port.get(target)
             if flow is not None:
-                self._send(_rewritten(packet, head, flow.outward))
+                self._send_packet(_rewritten(packet, head, flow.outward))
             return
         flow = self._flows.get(key)
         # The slot uses a port again before the old connection was forgotten.
         if flow is not None and flow.ended and flags & _SYN:
-            self._drop(flow)
+            self._drop_flow(flow)
             flow = None
         if flow is not None:
             # The slot repeats its SYN while the outside connects. The flow keeps the first one, so these are dropped.
             if flow.outside is not None or flow.ended:
-                self._send(_rewritten(packet, head, flow.inward))
+                self._send_packet(_rewritten(packet, head, flow.inward))
         elif flags & (_SYN | _ACK | _RST) == _SYN:
-            self._open(version, packet, key)
+            self._open_flow(version, packet, key)
         # A reset is never answered by a reset (RFC 9293, 3.10.7.1).
         elif not flags & _RST:
-            self._send(_reset(version, head, packet))
+            self._send_packet(_reset(version, head, packet))
 
-    def _open(self, version: int, packet: bytes, key: bytes) -> None:
+    def _open_flow(self, version: int, packet: bytes, key: bytes) -> None:
         if self._live >= self.most or len(self._flows) >= _MOST_FLOWS:
-            self._send(_reset(version, _header_length(version, packet), packet))
+            self._send_packet(_reset(version, _header_length(version, packet), packet))
             return
         port = next(port for port in self._next if port not in self._by_port)
         slot, gateway = SLOT[version].packed, GATEWAY[version].packed
@@ -212,29 +212,29 @@ class Tunnel:
         )
         self._flows[key] = self._by_port[port] = flow
         self._live += 1
-        self._start_task(self._serve(flow, version))
+        self._start_task(self._serve_flow(flow, version))
 
     def _start_task(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, flow: _Flow, version: int) -> None:
+    async def _serve_flow(self, flow: _Flow, version: int) -> None:
         head = _header_length(version, flow.syn)
         size = len(SLOT[version].packed)
         address, port = ipaddress.ip_address(flow.key[size : 2 * size]), _PORTS.unpack(flow.key[-4:])[1]
         try:
             flow.outside = await self._connect(address, port)
         except (OSError, TimeoutError):
-            self._drop(flow)
-            self._send(_reset(version, head, flow.syn))
+            self._drop_flow(flow)
+            self._send_packet(_reset(version, head, flow.syn))
             return
         try:
-            self._send(_rewritten(flow.syn, head, flow.inward))
+            self._send_packet(_rewritten(flow.syn, head, flow.inward))
             async with asyncio.timeout(_ACCEPT_S):
                 await flow.accepted.wait()
         except TimeoutError:
-            self._drop(flow)
+            self._drop_flow(flow)
         except asyncio.CancelledError:
             flow.outside[1].close()
             raise
@@ -287,16 +287,16 @@ class Tunnel:
             self._tasks.discard(task)
             writer.close()
             far_writer.close()
-            self._end(flow)
+            self._end_flow(flow)
             # The slot's kernel still exchanges the last packets.
-            asyncio.get_running_loop().call_later(_LINGER_S, self._drop, flow)
+            asyncio.get_running_loop().call_later(_LINGER_S, self._drop_flow, flow)
 
-    def _end(self, flow: _Flow) -> None:
+    def _end_flow(self, flow: _Flow) -> None:
         self._live -= not flow.ended
         flow.ended = True
 
-    def _drop(self, flow: _Flow) -> None:
-        self._end(flow)
+    def _drop_flow(self, flow: _Flow) -> None:
+        self._end_flow(flow)
         # A new connection may have the same addresses and ports by now.
         if self._flows.get(flow.key) is flow:
             del self._flows[flow.key]
@@ -326,7 +326,7 @@ class Tunnel:
 
     def answer(self, packet: bytes) -> None:
         """Send a packet to the slot."""
-        self._send(packet)
+        self._send_packet(packet)
 
     def forget(self, key: bytes) -> None:
         """Forget a pair of addresses."""
@@ -347,7 +347,7 @@ class _Datagrams:
             self._socket.close()
             raise
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._receive)
+        self._loop.add_reader(self._socket, self._receive_datagrams)
         self.last = self._loop.time()
         self._timer = self._loop.call_later(_UDP_S, self._expire)
 
@@ -371,7 +371,7 @@ class _Datagrams:
         else:
             self._timer = self._loop.call_later(_UDP_S - idle, self._expire)
 
-    def _receive(self) -> None:
+    def _receive_datagrams(self) -> None:
         for _ in range(_BURST):
             try:
                 data = self._socket.recv(_PACKET)

@@ -33,7 +33,7 @@ _UP_WITHOUT_NEIGHBOURS, _RTF_UP, _RTF_GATEWAY = 1 | 1 << 7, 1, 2
 def usable(root: str) -> bool:
     """Return whether this process may open the device file below the host's root."""
     try:
-        os.close(_open(root))
+        os.close(_open_tun(root))
     except OSError:
         return False
     return True
@@ -54,7 +54,7 @@ def versions() -> list[int]:
 def make(root: str, wanted: Sequence[int]) -> list[int]:
     """Make the device in the network namespace of this process. Returns its descriptor, followed for each version by a
     listening socket on which the tunnel terminates connections. Raises OSError."""
-    fds = [_open(root)]
+    fds = [_open_tun(root)]
     fcntl.ioctl(fds[0], _TUNSETIFF, struct.pack("16sH22x", _NAME, _IFF_TUN | _IFF_NO_PI))
     for version in wanted:
         _configure(version)
@@ -67,7 +67,7 @@ def make(root: str, wanted: Sequence[int]) -> list[int]:
     return fds
 
 
-def _open(root: str) -> int:
+def _open_tun(root: str) -> int:
     return os.open(f"{root}/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -75,13 +75,13 @@ def _configure(version: int) -> None:
     address, gateway, prefix = SLOT[version].packed, GATEWAY[version].packed, _PREFIX[version]
     with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as control:
         if version == 4:
-            fcntl.ioctl(control, _SIOCSIFADDR, struct.pack("16s16s8x", _NAME, _address(address)))
+            fcntl.ioctl(control, _SIOCSIFADDR, struct.pack("16s16s8x", _NAME, _sockaddr(address)))
             mask = ipaddress.ip_network(f"0.0.0.0/{prefix}").netmask.packed
-            fcntl.ioctl(control, _SIOCSIFNETMASK, struct.pack("16s16s8x", _NAME, _address(mask)))
+            fcntl.ioctl(control, _SIOCSIFNETMASK, struct.pack("16s16s8x", _NAME, _sockaddr(mask)))
             fcntl.ioctl(control, _SIOCSIFMTU, struct.pack("16si20x", _NAME, _MTU))
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", _NAME, _UP_WITHOUT_NEIGHBOURS))
-            anywhere, flags = _address(bytes(4)), _RTF_UP | _RTF_GATEWAY
-            fields = (0, anywhere, _address(gateway), anywhere, flags, 0, 0, 0, 0, 0, 0, 0, 0)
+            anywhere, flags = _sockaddr(bytes(4)), _RTF_UP | _RTF_GATEWAY
+            fields = (0, anywhere, _sockaddr(gateway), anywhere, flags, 0, 0, 0, 0, 0, 0, 0, 0)
             fcntl.ioctl(control, _SIOCADDRT, struct.pack("@L16s16s16sHhLPhPLLH6x", *fields))
         else:
             index = socket.if_nametoindex(_NAME.decode())
@@ -90,6 +90,6 @@ def _configure(version: int) -> None:
             fcntl.ioctl(control, _SIOCADDRT, struct.pack("@16s16s16sIHHILIi", *route))
 
 
-def _address(packed: bytes) -> bytes:
+def _sockaddr(packed: bytes) -> bytes:
     """Return a `struct sockaddr_in` without a port."""
     return struct.pack("=HH4s8x", socket.AF_INET, 0, packed)

@@ -174,10 +174,10 @@ class CopyCut:
         """Show the base, and from the tree only these paths with everything under them."""
         if "" in paths:
             return
-        old = self._drop("")
+        old = self._move_to_trash("")
         duplicate(self._base, self._tree)
         for path in paths:
-            self._drop(path)
+            self._move_to_trash(path)
             if _is_there(old, path):
                 self._make_parents(path, old)
                 move(f"{old}/{path}", f"{self._tree}/{path}")
@@ -193,23 +193,23 @@ class CopyCut:
             elif not _is_directory(f"{self._base}/{parent}"):
                 return
             else:
-                self._make(parent, self._base)
+                self._make_directory(parent, self._base)
         self._restore(path)
 
     def _make_parents(self, path: str, like: str) -> None:
         for parent in _parents(path):
             if not _is_directory(f"{self._tree}/{parent}"):
-                self._drop(parent)
-                self._make(parent, like)
+                self._move_to_trash(parent)
+                self._make_directory(parent, like)
 
-    def _make(self, path: str, like: str) -> None:
+    def _make_directory(self, path: str, like: str) -> None:
         place = f"{self._tree}/{path}"
         with _writable(os.path.dirname(place)):
             os.mkdir(place)
         copy_attributes(os.stat(f"{like}/{path}"), place)
 
     def _restore(self, path: str) -> None:
-        self._drop(path)
+        self._move_to_trash(path)
         source, target = f"{self._base}/{path}", f"{self._tree}/{path}"
         if not _is_there(self._base, path):
             return
@@ -219,7 +219,7 @@ class CopyCut:
             else:
                 os.link(source, target, follow_symlinks=False)
 
-    def _drop(self, path: str) -> str:
+    def _move_to_trash(self, path: str) -> str:
         """Move the entry at a path to the trash; returns its new path. Does nothing if there is no such entry, or a
         parent is a link."""
         self._dropped += 1

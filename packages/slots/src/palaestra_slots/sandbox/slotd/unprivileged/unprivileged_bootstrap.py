@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     server = os.fork()
     if server == 0:
         os.close(writer)
-        _serve(stream, place, confined, reader)
+        _run_server(stream, place, confined, reader)
     os.close(reader)
     stream.close()
     os.waitpid(server, 0)
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(stream: socket.socket, place: ServerDirectory, confined: bool, watcher: int) -> NoReturn:
+def _run_server(stream: socket.socket, place: ServerDirectory, confined: bool, watcher: int) -> NoReturn:
     def prepare() -> None:
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError):

@@ -279,10 +279,10 @@ class Init:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
             self._reap()
-            if CONTROL in ready and not self._take():
+            if CONTROL in ready and not self._take_message():
                 return
 
-    def _take(self) -> bool:
+    def _take_message(self) -> bool:
         data, fds = pipes.receive(self._channel, init_messages.MAX_DATAGRAM + 4096, 8)
         if not data:
             return False
@@ -292,14 +292,14 @@ class Init:
                 data = file.read()
             order, command, number = init_messages.decode_order(data)
         if order is Order.SPAWN:
-            self._spawn(init_messages.decode_spawn(data), fds)
+            self._spawn_command(init_messages.decode_spawn(data), fds)
         elif order is Order.KILL:
             self._kill(command, init_messages.decode_moment(data), number)
         else:
             self._signal(command, number)
         return True
 
-    def _spawn(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
+    def _spawn_command(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
         said: InitReport | None = None
         try:
             started = time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -153,7 +153,7 @@ class UnprivilegedDriver:
             network=fields["network"],
             shown=self._readable_paths(fields) if self._confined else (),
             template=layers[0].path if layers else None,
-            limits=_limits(fields["limits"], user) if self._confined else (),
+            limits=_resource_limits(fields["limits"], user) if self._confined else (),
         )
         exposed = "only slots at the levels full and userns have their own network" if fields["network"] else ""
         return NewSlot(
@@ -304,7 +304,7 @@ class UnprivilegedDriver:
         return layers[0].path if layers else f"{self._base.path}/empty"
 
 
-def _limits(limits: Fields, user: int) -> tuple[tuple[int, int | None], ...]:
+def _resource_limits(limits: Fields, user: int) -> tuple[tuple[int, int | None], ...]:
     return (
         (resource.RLIMIT_CORE, 1),  # so that the kernel does not start the host's program for core dumps (core(5))
         (resource.RLIMIT_MSGQUEUE, 0),

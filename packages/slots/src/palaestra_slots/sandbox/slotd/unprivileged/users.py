@@ -89,7 +89,7 @@ def living(first: int, count: int = 1) -> int:
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
-            alive, parent, uid = _read(int(name))
+            alive, parent, uid = _process_status(int(name))
             if not first <= uid < first + count:
                 continue
             if alive:
@@ -99,7 +99,7 @@ def living(first: int, count: int = 1) -> int:
     return found
 
 
-def _read(pid: int) -> tuple[bool, int, int]:
+def _process_status(pid: int) -> tuple[bool, int, int]:
     """Return whether any thread of a process is alive, its parent and its real uid, from proc(5)."""
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         wanted = ("State:", "PPid:", "Uid:", "Threads:")
