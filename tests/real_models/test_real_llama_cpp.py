@@ -5,6 +5,7 @@ completions return no tokens, so nothing is compared with the model's own log-pr
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,11 @@ from real_models.servers import LLAMA_MODEL, LLAMA_SERVER, NAME, WINDOW, LlamaSe
 pytestmark = [
     pytest.mark.real_llama,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not (LLAMA_SERVER.exists() and LLAMA_MODEL.exists()), reason="needs llama.cpp: make llama"),
+    pytest.mark.skipif(
+        # The tests run beside those of the other servers, with the environment that has converted the model.
+        importlib.util.find_spec("torch") is None or not (LLAMA_SERVER.exists() and LLAMA_MODEL.exists()),
+        reason="needs torch and llama.cpp: make llama",
+    ),
 ]
 
 
