@@ -13,7 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,7 +24,9 @@ from palaestra.tools.human.approval import Approvals, Permit
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON, Task
 from palaestra_slots.core.user_code import ForeignError, foreign, settled
-from palaestra_slots.sandbox.slot import Slot
+
+if TYPE_CHECKING:
+    from palaestra_slots.sandbox.slot import Slot
 
 logger = logging.getLogger(__name__)
 

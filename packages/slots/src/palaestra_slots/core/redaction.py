@@ -12,6 +12,7 @@ import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from urllib.parse import quote
 
 HIDDEN = "(hidden)"
@@ -28,60 +29,74 @@ _PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<
 """A word with letters and digits. After a name and a blank, only such a word is hidden, because most words in that
 position are not secrets."""
 
-_USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
-_USER_OF_NPM = re.compile(r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@")
-_USER_ENCODED = re.compile(r"(?P<kept>%3A(?:%2F|/){2})(?:(?!%3A(?:%2F|/){2})[^\s/\"'<>&])+?(?=%40)", re.IGNORECASE)
-_QUERY = re.compile(rf"(?P<kept>[?&;](?:{_NAMES})=)[^\s&#\"'<>]+", re.IGNORECASE)
-_QUERY_ENCODED = re.compile(
-    rf"(?P<kept>%(?:3F|26|23|3B)(?:{_NAMES})%3D)(?:(?!%(?:26|23|3B))[^\s&#\"'<>])+", re.IGNORECASE
+_KEPT = rf"\g<kept>{HIDDEN}"
+# The order matters: a later pattern sees what the earlier ones have left.
+_RULES: Sequence[tuple[str, int, str]] = (
+    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL, HIDDEN),
+    # The user part of an address, that of npm's files, and that of an address inside another one.
+    (r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE, f"{_KEPT}@"),
+    (r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@", 0, f"{_KEPT}@"),
+    (r"(?P<kept>%3A(?:%2F|/){2})(?:(?!%3A(?:%2F|/){2})[^\s/\"'<>&])+?(?=%40)", re.IGNORECASE, _KEPT),
+    # A parameter of an address, and of an address inside another one.
+    (rf"(?P<kept>[?&;](?:{_NAMES})=)[^\s&#\"'<>]+", re.IGNORECASE, _KEPT),
+    (rf"(?P<kept>%(?:3F|26|23|3B)(?:{_NAMES})%3D)(?:(?!%(?:26|23|3B))[^\s&#\"'<>])+", re.IGNORECASE, _KEPT),
+    (r"(?P<kept>\b(?:authorization|cookie)\\*[\"']?\s*:\s*\\*[\"']?)[^\r\n\"']{6,}", re.IGNORECASE, _KEPT),
+    (r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE, _KEPT),
+    # A member of a JSON object (even inside five JSON strings) or of a Python dict, or a header as a tuple. The number
+    # of backslashes is limited so that the time grows linearly with the text.
+    (
+        rf"(?P<kept>(?P<quote>\\{{0,31}}[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})"
+        rf"(?P=quoted),\s*b?[\"']|(?P<other>\\{{0,31}}[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))"
+        r"[^\"'\\]+(?:\\+[^\"'\\]+)*",
+        re.IGNORECASE,
+        _KEPT,
+    ),
+    # A phrase in quotation marks after a name.
+    (
+        rf"(?P<kept>(?<![\w-])(?:--?)?(?:{_STRONG})\s{{0,8}}[:=]>?\s{{0,8}}(?P<quote>[\"']))(?:(?!(?P=quote)).)+",
+        re.IGNORECASE,
+        _KEPT,
+    ),
+    # An assignment. `${NAME:-default}` is how our messages and pages say that a variable may have a default.
+    (
+        rf"(?P<kept>(?<![\w-])(?:--?)?(?:(?:{_NAMES})(?:[:=]|[ \t]+=)>?\s*[\"']?(?!\(|-default\}})"
+        rf"(?=[^\s\"'&,;}}\]]{{6}})|(?:{_STRONG})=))(?!\()[^\s\"'&,;}}\]]+",
+        re.IGNORECASE,
+        _KEPT,
+    ),
+    # The value after a flag, or after a keyword such as `password` in a netrc file.
+    (
+        rf"(?P<kept>(?<![\w-])(?:--(?:{_NAMES})|(?:password|passwd|secret|token))\s+){_PLAIN}",
+        re.IGNORECASE,
+        _KEPT,
+    ),
+    (rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE, _KEPT),
+    (r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+", 0, _KEPT),
+    # The formats of well-known keys. The last one is general: a short prefix, then a long word with digits, lowercase
+    # and uppercase letters.
+    (
+        r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+        r"|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
+        r"|\bfc-[0-9a-f]{32}\b|\bdo[opr]_v1_[0-9a-f]{64}\b|\bwandb_v1_\w{20,}|\bASIA[A-Z0-9]{16}\b|\bya29\.[\w-]{20,}|\bpypi-[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+        r"|\bSG\.[\w-]{10,}\.[\w-]{20,}|(?<=/bot)\d{6,12}:[\w-]{30,}|\b\d{6,12}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)\S+"
+        r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
+        r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b",
+        0,
+        HIDDEN,
+    ),
 )
-_HEADER = re.compile(r"(?P<kept>\b(?:authorization|cookie)\\*[\"']?\s*:\s*\\*[\"']?)[^\r\n\"']{6,}", re.IGNORECASE)
-_PHRASE = re.compile(
-    rf"(?P<kept>(?<![\w-])(?:--?)?(?:{_STRONG})\s{{0,8}}[:=]>?\s{{0,8}}(?P<quote>[\"']))(?:(?!(?P=quote)).)+",
-    re.IGNORECASE,
-)
-# `${NAME:-default}` is how our messages and pages say that a variable may have a default.
-_ASSIGNED = re.compile(
-    rf"(?P<kept>(?<![\w-])(?:--?)?(?:(?:{_NAMES})(?:[:=]|[ \t]+=)>?\s*[\"']?(?!\(|-default\}})(?=[^\s\"'&,;}}\]]{{6}})"
-    rf"|(?:{_STRONG})=))(?!\()[^\s\"'&,;}}\]]+",
-    re.IGNORECASE,
-)
-_FOLLOWING = re.compile(
-    rf"(?P<kept>(?<![\w-])(?:--(?:{_NAMES})|(?:password|passwd|secret|token))\s+){_PLAIN}", re.IGNORECASE
-)
-"""The value after a flag, or after a keyword such as `password` in a netrc file."""
-_QUOTED = re.compile(
-    rf"(?P<kept>(?P<quote>\\{{0,31}}[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})(?P=quoted)"
-    rf",\s*b?[\"']|(?P<other>\\{{0,31}}[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))[^\"'\\]+"
-    r"(?:\\+[^\"'\\]+)*",
-    re.IGNORECASE,
-)
-"""A member of a JSON object (even inside five JSON strings) or of a Python dict, or a header as a tuple. The number of
-backslashes is limited so that the time grows linearly with the text."""
-_ELEMENT = re.compile(rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE)
-_BEARER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
-_LOGIN = re.compile(r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+")
-_PATTERNS = (
-    *(_QUERY, _QUERY_ENCODED, _HEADER, _BEARER, _QUOTED, _PHRASE, _ASSIGNED),
-    *(_FOLLOWING, _ELEMENT, _LOGIN),
-)
-_SHAPES = re.compile(
-    r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
-    r"|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
-    r"|\bfc-[0-9a-f]{32}\b|\bdo[opr]_v1_[0-9a-f]{64}\b|\bwandb_v1_\w{20,}|\bASIA[A-Z0-9]{16}\b|\bya29\.[\w-]{20,}|\bpypi-[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
-    r"|\bSG\.[\w-]{10,}\.[\w-]{20,}|(?<=/bot)\d{6,12}:[\w-]{30,}|\b\d{6,12}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)\S+"
-    r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
-    r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b"
-)
-"""The formats of well-known keys. The last format is general: a short prefix, then a long word with digits, lowercase
-and uppercase letters."""
+
+
+@cache
+def _rules() -> list[tuple[re.Pattern[str], str]]:
+    """Return the compiled patterns with what replaces their matches. A command that prints no text from elsewhere, such
+    as `--help`, does without the compilation, which takes 8 ms."""
+    return [(re.compile(pattern, flags), shown) for pattern, flags, shown in _RULES]
+
 
 _MOST_KNOWN = 256
 _known: dict[str, None] = {}
 _known_pattern: re.Pattern[str] | None = None
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-_FLAG = re.compile(rf"--?(?:{_NAMES})", re.IGNORECASE)
-_NAME = re.compile(_NAMES, re.IGNORECASE)
 _WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
@@ -102,7 +117,7 @@ def remember(secret: str | None) -> None:
 def remember_named(values: Mapping[str, str]) -> None:
     """Call `remember` for the values whose names mark them as secrets, such as values of headers or variables."""
     for name, value in values.items():
-        if _NAME.fullmatch(name):
+        if re.fullmatch(_NAMES, name, re.IGNORECASE):
             remember(value.rpartition(" ")[2])
 
 
@@ -132,13 +147,9 @@ def redacted(text: str, *known: str | None) -> str:
             text = re.sub("|".join(_forms(secret)), HIDDEN, text)
     if _known_pattern is not None:
         text = _known_pattern.sub(HIDDEN, text)
-    text = _PRIVATE_KEY.sub(HIDDEN, text)
-    for user in (_USER, _USER_OF_NPM):
-        text = user.sub(rf"\g<kept>{HIDDEN}@", text)
-    text = _USER_ENCODED.sub(rf"\g<kept>{HIDDEN}", text)
-    for pattern in _PATTERNS:
-        text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
-    return _SHAPES.sub(HIDDEN, text)
+    for pattern, shown in _rules():
+        text = pattern.sub(shown, text)
+    return text
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
@@ -146,6 +157,10 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     secret."""
     shown: list[str] = []
     for index, argument in enumerate(arguments):
-        follows = index > 0 and _FLAG.fullmatch(arguments[index - 1]) and not argument.startswith("-")
+        follows = (
+            index > 0
+            and re.fullmatch(rf"--?(?:{_NAMES})", arguments[index - 1], re.IGNORECASE)
+            and not argument.startswith("-")
+        )
         shown.append(HIDDEN if follows else redacted(argument))
     return shown

@@ -28,6 +28,9 @@ RESERVE_BYTES = 512 << 20
 """While less memory than this is available, a pool that has `unchecked_slots` or more slots in use leases no further
 slot."""
 
+DEFAULT_STORE_BYTES = 20 << 30
+"""The maximum disk space of the prepared workspaces of all runs, if no limit is set."""
+
 _PLENTY_BYTES, _FRESH_S = 4 * RESERVE_BYTES, 0.1
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60  # a group of version 1 without a limit has the largest number of pages

@@ -27,7 +27,6 @@ _MOST_MEMBERS = 250  # of a group
 _CLOSED = frozenset({"bin", "boot", "dev", "etc", "proc", "sbin", "sys", "workspace"})
 _SHARED = frozenset({"home", "media", "mnt", "opt", "root", "run", "srv", "tmp", "var"})
 _SHARED_BELOW = [["run", "lock"], *(["var", name] for name in ("cache", "lib", "lock", "log", "run", "spool", "tmp"))]
-DEFAULT_STORE_BYTES = 20 << 30  # the most disk space that prepared workspaces take by default
 
 
 class Rung(IntEnum):

@@ -29,8 +29,8 @@ from palaestra_slots.core.config import (
 )
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.admission import DEFAULT_STORE_BYTES
 from palaestra_slots.sandbox.backends.registry import BUILTIN, backend_names, backend_words, require_read
-from palaestra_slots.sandbox.slot import DEFAULT_STORE_BYTES
 
 LATER_BACKENDS = ("daytona", "slot_pool")
 """Slot backends that existing scripts name but that this version does not have. A run rejects them."""

@@ -18,10 +18,10 @@ from palaestra_slots.core.config import local_path, nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io import plugins
 from palaestra_slots.core.types import JSON
-from palaestra_slots.sandbox.slot import Backend
 
 if TYPE_CHECKING:
     from palaestra_slots.sandbox.backends.spread import BackendName
+    from palaestra_slots.sandbox.slot import Backend
 
 GROUP = "palaestra.backends"
 """The entry-point group of backends outside this package."""

@@ -30,8 +30,8 @@ from palaestra_slots.core.clock import Clock
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.file_lock import file_lock
 from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.admission import DEFAULT_STORE_BYTES
 from palaestra_slots.sandbox.images import image_folders
-from palaestra_slots.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra_slots.sandbox.snapshots import fingerprints
 
 SCHEMA = "palaestra.snapshot/2"
