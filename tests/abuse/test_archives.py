@@ -24,7 +24,7 @@ from golden_messages import raises
 from palaestra_slots.core.errors import ImageError, PrepareError, TaskError
 from palaestra_slots.images.dockerfile import ImageRecipe, check_images, image_config, parse
 from palaestra_slots.images.image_builder import ImageBuilder
-from palaestra_slots.images.task_files import check_links, read_bytes
+from palaestra_slots.images.task_files import check_links, read_task_bytes
 from palaestra_slots.sandbox.images.unpack import unpack_files
 from palaestra_suites.swe.authoring import sdist
 from palaestra_suites.swe.repository import RepositoryCache
@@ -365,7 +365,7 @@ def test_files_of_a_task_lead_nowhere(tmp_path: Path) -> None:
     for name, attack in attacks.items():
         attack(folder / name)
         with pytest.raises(TaskError):
-            read_bytes(folder / name)
+            read_task_bytes(folder / name)
         if name != "fifo":
             with pytest.raises(TaskError):
                 check_links(folder)

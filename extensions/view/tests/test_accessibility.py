@@ -20,7 +20,7 @@ from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grades
 from palaestra_slots.core.types import Blame, Label, Message, Outcome
 from palaestra_view.page_file import Chosen, write_page
 from palaestra_view.runs import open_runs
-from palaestra_view.server import Viewer, serving
+from palaestra_view.server import Viewer, serving_viewer
 from palaestra_view.token_texts import TokenTexts
 
 from .test_forks import FIRST, fork, group, named
@@ -351,7 +351,7 @@ def visited(case: Case, chromium: str, check: Callable[[Page, View], Awaitable[N
         for name in runs:
             while runs.update(name):
                 continue
-        async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
+        async with serving_viewer(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
             await browse(chromium, f"{url}/?token={TOKEN}", visit, allowed="400 (Bad Request)")
 
     asyncio.run(main())

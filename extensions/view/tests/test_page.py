@@ -20,7 +20,7 @@ from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra_toolsets.browser.chromium import problem, usable
 from palaestra_view.page_file import bundled
 from palaestra_view.runs import open_runs
-from palaestra_view.server import Viewer, serving
+from palaestra_view.server import Viewer, serving_viewer
 from palaestra_view.token_texts import TokenTexts
 
 from .fixing import HOSTILE
@@ -74,7 +74,7 @@ def see(chromium: str, run: Path, visit: Visit, at: str = "", allowed: str = "",
         for name in runs:
             while runs.update(name):
                 continue
-        async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
+        async with serving_viewer(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
             await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, allowed, **context)
 
     asyncio.run(main())

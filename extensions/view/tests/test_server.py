@@ -28,7 +28,7 @@ from palaestra_slots.core.types import JSON
 from palaestra_view.page_file import page_file, page_files
 from palaestra_view.rollout_record import CUT
 from palaestra_view.runs import open_runs
-from palaestra_view.server import POLICY, Viewer, serving
+from palaestra_view.server import POLICY, Viewer, serving_viewer
 from palaestra_view.token_texts import TokenTexts
 
 from .fixing import HOSTILE
@@ -68,7 +68,7 @@ def visit(target: Path, scenario: Callable[[Caller], Awaitable[None]], tokenizer
     async def main() -> None:
         runs = open_runs(str(target))
         viewer = Viewer(runs, TOKEN, TokenTexts(runs, tokenizer))
-        async with serving(viewer, TOKEN) as url, aiohttp.ClientSession() as http:
+        async with serving_viewer(viewer, TOKEN) as url, aiohttp.ClientSession() as http:
             await scenario(Caller(url, http))
 
     asyncio.run(main())
@@ -355,7 +355,7 @@ async def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytes
 
     with caplog.at_level("WARNING"):
         runs = open_runs(str(write_run(tmp_path / "run", sky())))
-        async with serving(Viewer(runs, TOKEN, broken), TOKEN) as url, aiohttp.ClientSession() as http:
+        async with serving_viewer(Viewer(runs, TOKEN, broken), TOKEN) as url, aiohttp.ClientSession() as http:
             caller = Caller(url, http)
             await caller.indexed("run", 4)
             status, body = await caller.ask("/api/tokens", {"run": "run", "id": "000000-sky/0"})

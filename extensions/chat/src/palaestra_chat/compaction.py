@@ -91,7 +91,7 @@ class Plan:
         """Return the messages of these entries, shortened."""
         return [shortened(entry.message, self.cut.get(entry.row)) for entry in entries]
 
-    def tokens(self, count: TokenCount) -> int:
+    def kept_tokens(self, count: TokenCount) -> int:
         """Return the estimated tokens of the kept messages."""
         return count.of(self.messages(self.kept))
 
@@ -105,12 +105,12 @@ def plan(entries: Sequence[HistoryEntry], running: StoredTurn | None, room: int,
     own = [entry for entry in entries if running is not None and entry.turn.row == running.row]
     latest = _latest_calls(own)
     _cut_outputs(made, [entry for entry in entries if entry not in latest], _CUT_CHARS[:1], room, count)
-    if old and made.tokens(count) > room:
+    if old and made.kept_tokens(count) > room:
         made.summarized, made.kept = old, own
         room -= min(_SUMMARY_TOKENS, room // 4)
     _cut_outputs(made, own, _CUT_CHARS, room, count)
     between = [entry for entry in own if entry not in latest and entry.message.get("role") != "user"]
-    if between and made.tokens(count) > room:
+    if between and made.kept_tokens(count) > room:
         made.whole = False
         made.summarized = [*made.summarized, *between]
         made.kept = [entry for entry in own if entry not in between]
@@ -127,7 +127,7 @@ def _cut_outputs(
     made: Plan, entries: Sequence[HistoryEntry], lengths: Sequence[int], room: int, count: TokenCount
 ) -> None:
     """Shorten outputs of tools, oldest first, until the history fits."""
-    tokens = made.tokens(count)
+    tokens = made.kept_tokens(count)
     for length in lengths:
         for entry in entries:
             if tokens <= room:

@@ -34,7 +34,7 @@ from palaestra.tools.mcp.mcp_config import TOOLSET_PREFIX
 from palaestra_chat.folders import settings_file, state_folder
 from palaestra_chat.hooks import read_hooks
 from palaestra_chat.model_servers import with_model, with_provider_key
-from palaestra_chat.path_tools import PathTools, tools_from, variables
+from palaestra_chat.path_tools import PathTools, tool_variables, tools_from
 from palaestra_chat.permissions import Mode
 from palaestra_chat.project import Project
 from palaestra_chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
@@ -172,7 +172,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
     folder = None if config.workdir in (None, NONE) else WorkFolder(Path(config.workdir).expanduser())
     async with AsyncExitStack() as stack:
         servers = mcp_servers(config, forgiving=True)
-        about = project(folder)
+        about = conversation_project(folder)
         tools = path_tools(config, folder)
         skills = () if getattr(config, "skills_dir", None) else about.skill_tools()
         if servers is not None:
@@ -209,10 +209,10 @@ def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
     system = system_prompt(config)
     if system and folder is not None and folder.place != WORKSPACE:
         system += f" Commands start in {folder.place}, a copy of the user's folder; {WORKSPACE} is the same folder."
-    return project(folder).prompt(system)
+    return conversation_project(folder).prompt(system)
 
 
-def project(folder: WorkFolder | None) -> Project:
+def conversation_project(folder: WorkFolder | None) -> Project:
     """Return the project that a conversation is about: the shared folder or, without one, the current folder."""
     return Project((folder.root if folder is not None else Path.cwd()).resolve(), settings_file().parent)
 
@@ -246,5 +246,5 @@ def path_tools(config: ChatConfig, folder: WorkFolder | None) -> PathTools:
 def spec(config: ChatConfig, tools: PathTools) -> SlotSpec:
     """Return the specification of a conversation's sandbox."""
     network = Network.ON if config.allow_network else Network.OFF
-    env = variables(tools, Path.home())
+    env = tool_variables(tools, Path.home())
     return SlotSpec(image=config.image, network=network, limits=Limits(), mounts=tuple(tools.mounts), env=env)

@@ -149,7 +149,7 @@ class ContextWindow:
             self._model.engine.learn_window(overflow)
         made = plan(self._store.turns.entries(self._id), turn, self._room(overflow), self._count)
         window = self.size
-        fits = window is None or self._count.of(self._fixed()) + made.tokens(self._count) < window
+        fits = window is None or self._count.of(self._fixed()) + made.kept_tokens(self._count) < window
         if made.empty or not fits:  # a summary would lose details and help nobody
             if overflow is not None:
                 raise self._hopeless(overflow)

@@ -91,7 +91,7 @@ def tools_from(path: str, home: Path, project: Path | None) -> PathTools:
     return PathTools([Mount(tree, tree, whole=True) for tree in trees], ":".join([*shown, *default]), missing)
 
 
-def variables(tools: PathTools, home: Path) -> tuple[tuple[str, str], ...]:
+def tool_variables(tools: PathTools, home: Path) -> tuple[tuple[str, str], ...]:
     """Return the variables with which the programs find their own folders, because a sandbox has another home."""
     names = {"PYENV_ROOT": ".pyenv", "RBENV_ROOT": ".rbenv", "DOTNET_ROOT": ".dotnet", "RUSTUP_HOME": ".rustup"}
     names |= {"ASDF_DATA_DIR": ".asdf", "VOLTA_HOME": ".volta", "UV_PYTHON_INSTALL_DIR": _UV[0]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra_chat.path_tools import PathTools, tools_from, variables
+from palaestra_chat.path_tools import PathTools, tool_variables, tools_from
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import SlotSpec
 
@@ -22,7 +22,7 @@ def program(path: Path, text: str = "echo ran") -> Path:
 def run(tools: PathTools, home: Path, command: str) -> str:
     async def main() -> str:
         async with LocalBackend() as backend:
-            spec = SlotSpec(mounts=tuple(tools.mounts), env=variables(tools, home))
+            spec = SlotSpec(mounts=tuple(tools.mounts), env=tool_variables(tools, home))
             return (await (await backend.create(spec, "t")).execute(command)).output
 
     return asyncio.run(main())

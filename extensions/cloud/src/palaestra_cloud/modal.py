@@ -44,7 +44,7 @@ from palaestra_slots.sandbox.backends.owner import is_alive, process_name, this_
 from palaestra_slots.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra_slots.sandbox.images import reference
 from palaestra_slots.sandbox.images.image_store import ImageStore
-from palaestra_slots.sandbox.local.client import OnLost, settle
+from palaestra_slots.sandbox.local.client import OnLost, wait_uninterrupted
 from palaestra_slots.sandbox.remote.remote_client import DistantClient, call_of, send_server
 from palaestra_slots.sandbox.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra_slots.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
@@ -500,7 +500,7 @@ class ModalPlace(Place):
         sandbox = self._sandbox
         if sandbox is not None and not self._trying:
             self._sandbox = None
-            await settle(asyncio.ensure_future(_terminate(sandbox)), _CLOSE_S)
+            await wait_uninterrupted(asyncio.ensure_future(_terminate(sandbox)), _CLOSE_S)
 
     async def _new_sandbox(self) -> None:
         self._ends_at = time.monotonic() + self._backend.config.max_lifetime

@@ -69,7 +69,7 @@ from palaestra_contract.scored_data import (
 )
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra_slots.core.sync_bridge import bridged
-from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, number, numeric_values
 from palaestra_slots.core.user_code import called, place, run_hook, settled, told
 from palaestra_tokens.chat_server import SessionContext
 from palaestra_tokens.ledger import Ledger
@@ -300,7 +300,7 @@ class ClassEnvironment(EvaluatedEnvironment):
     async def figures(self) -> Mapping[str, float | str]:
         await settled(self.inner.wandb_log({}))
         logged, self.inner._logged = self.inner._logged, {}
-        found = numbers(logged)
+        found = numeric_values(logged)
         self.inner._logged.update(found)  # numbers stay until they are replaced; strings are returned only once
         self._table = next((value for value in logged.values() if _is_table(value)), self._table)
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}

@@ -48,7 +48,7 @@ from palaestra_contract.tool_context import ToolContext
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from palaestra_slots.core.io.plugins import is_own
 from palaestra_slots.core.sync_bridge import bridged, called_with_sync
-from palaestra_slots.core.types import JSON, Message, Score, Task, numbers
+from palaestra_slots.core.types import JSON, Message, Score, Task, numeric_values
 from palaestra_slots.core.user_code import call_hook, called, run_hook, score_of, settled
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Slot
@@ -312,7 +312,7 @@ class ContractEnvironment(CollectedEnvironment):
         detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
         if grading.processes_at_end and not grading.live:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
-        return commands.noted(replace(score, metrics=numbers(score.metrics), detail=detail))
+        return commands.noted(replace(score, metrics=numeric_values(score.metrics), detail=detail))
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         """Call the verification hook with the arguments that this kind of class expects."""

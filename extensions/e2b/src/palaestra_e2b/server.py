@@ -152,7 +152,9 @@ class ServerAddress:
 
 
 @asynccontextmanager
-async def serving(server: E2BServer, keys: ApiKeys, address: ServerAddress) -> AsyncIterator[tuple[str, str | None]]:
+async def serving_sandboxes(
+    server: E2BServer, keys: ApiKeys, address: ServerAddress
+) -> AsyncIterator[tuple[str, str | None]]:
     """Serve during the block, and yield the URLs: of HTTP and, with `tls`, of HTTPS. Raises `ConfigError`."""
     token = keys.first.secret  # every caller needs a key, so any address may be listened on
     async with AsyncExitStack() as stack:
@@ -210,7 +212,7 @@ async def running_server(
                     control = ControlApi(sandboxes, template_api, domain=secure_domain)
                     envd = Envd(sandboxes, FileTransfer(most_upload_bytes=most_upload_bytes))
                     server = E2BServer(keys, control, envd, template_api, sandboxes)
-                    async with serving(server, keys, address) as (url, secure):
+                    async with serving_sandboxes(server, keys, address) as (url, secure):
                         notes += [f"sandboxes: {pool.limit}; isolation {pool.rung.label}"]
                         if secure is not None:
                             notes.append(f"HTTPS at {secure} for api.{secure_domain} and PORT-ID.{secure_domain}")

@@ -162,15 +162,15 @@ def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per person.")
 @click.pass_obj
 def users(home: Path, as_json: bool) -> None:
-    for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.pairings.all()):
+    for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.pairings.paired_people()):
         click.echo(_person(platform, user_id, name) if as_json else f"{platform}\t{user_id}\t{name}")
 
 
 @command.command("refused", help="List messages that a platform refused, with the reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per message.")
 @click.pass_obj
-def refused(home: Path, as_json: bool) -> None:
-    for message, reason in _with_mailbox(home, lambda mailbox: mailbox.refused()):
+def list_refused(home: Path, as_json: bool) -> None:
+    for message, reason in _with_mailbox(home, lambda mailbox: mailbox.refused_messages()):
         text = message.text or (message.file.name if message.file else "")
         place = {"platform": message.address.platform, "chat_id": message.address.chat_id}
         if as_json:
@@ -207,7 +207,7 @@ async def _all_devices(mailbox: Mailbox) -> list[tuple[str, KnownDevice]]:
 @click.option("--block", is_flag=True, help="Do not let the device read or write any more.")
 @click.option("--json", "as_json", is_flag=True, help="Print the device as a JSON object.")
 @click.pass_obj
-def verify(home: Path, platform: str, user_id: str, device: str, block: bool, as_json: bool) -> None:
+def decide_device(home: Path, platform: str, user_id: str, device: str, block: bool, as_json: bool) -> None:
     from palaestra_gateway.platforms.devices import decide
 
     state: DeviceState = "blocked" if block else "verified"

@@ -21,7 +21,7 @@ _BREAKS = ("\n\n", "\n", ". ", " ")
 _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
 
-def size(text: str, limits: PlatformLimits) -> int:
+def platform_length(text: str, limits: PlatformLimits) -> int:
     """Return the length of `text` in the platform's unit."""
     if limits.unit == "utf8":
         return len(text.encode("utf-8", "surrogatepass"))
@@ -33,13 +33,13 @@ def size(text: str, limits: PlatformLimits) -> int:
 def split_reply(text: str, limits: PlatformLimits) -> list[str]:
     """Return the messages for `text`, in order. For a blank text, the list is empty. `limits.max_text` must be at least
     100."""
-    if size(text, limits) <= limits.max_text:
+    if platform_length(text, limits) <= limits.max_text:
         return [text] if text.strip() else []
     ends, openings = _code_blocks(text)
     pieces, start, opening = [], 0, ""
     while start < len(text):
         head = f"{opening}\n" if opening else ""
-        room = limits.max_text - size(head, limits) - _CLOSING_ROOM
+        room = limits.max_text - platform_length(head, limits) - _CLOSING_ROOM
         end = _piece_end(text, start, room, limits)
         place = bisect_right(ends, end)
         opening = openings[place - 1] if place else ""

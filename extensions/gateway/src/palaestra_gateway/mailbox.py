@@ -310,7 +310,7 @@ class Mailbox:
 
         return await self.do(work)
 
-    async def refused(self) -> list[tuple[Outgoing, str]]:
+    async def refused_messages(self) -> list[tuple[Outgoing, str]]:
         """Return the messages that a platform refused, with the reason."""
         rows = await self.do(
             lambda connection: connection.execute("select body, note from outgoing where state = 'refused'").fetchall()
@@ -461,7 +461,7 @@ class Pairings:
             raise ConfigError(f"the code {code!r} is unknown or older than an hour; ask the person for a new one")
         return paired
 
-    async def all(self) -> list[tuple[str, str, str]]:
+    async def paired_people(self) -> list[tuple[str, str, str]]:
         """Return the platform, user id and name of every paired person."""
         return await self.mailbox.do(
             lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()

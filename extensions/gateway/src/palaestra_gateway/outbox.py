@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from palaestra_chat.turn_events import NATURAL
 from palaestra_gateway.access import megabytes
-from palaestra_gateway.long_replies import size, split_reply
+from palaestra_gateway.long_replies import platform_length, split_reply
 from palaestra_gateway.mailbox import Mailbox, Outgoing, Unsent
 from palaestra_gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform
 from palaestra_slots.core.clock import Clock
@@ -174,7 +174,11 @@ class Outbox:
                 await platform.send_file(message.address, message.file, key=message.key, answers=message.answers)
             else:
                 text = message.text
-                if unsent.started and not limits.idempotent and size(SENT_AGAIN + text, limits) <= limits.max_text:
+                if (
+                    unsent.started
+                    and not limits.idempotent
+                    and platform_length(SENT_AGAIN + text, limits) <= limits.max_text
+                ):
                     text = SENT_AGAIN + text
                 await platform.send_text(message.address, text, key=message.key, answers=message.answers)
         except (PlatformUnavailable, PlatformRefused):

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from palaestra_gateway.long_replies import size
+from palaestra_gateway.long_replies import platform_length
 from palaestra_gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
@@ -158,7 +158,7 @@ class PlatformConformance(ABC):
             address, limits = await self.chat(arrived), platform.limits
             most = min(limits.max_text, 200_000)
             text = "語" * (most // 3) if limits.unit == "utf8" else "x" * most
-            text += "y" * (most - size(text, limits))
+            text += "y" * (most - platform_length(text, limits))
             await platform.send_text(address, text, key="long")
             await self._sees(lambda seen: len(seen) == 1)
             assert (await self.person_sees())[0].strip() == text

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra_gateway.long_replies import size, split_reply
+from palaestra_gateway.long_replies import platform_length, split_reply
 from palaestra_gateway.platform import PlatformLimits
 
 UNITS = ["characters", "utf16", "utf8"]
@@ -19,7 +19,7 @@ def test_no_message_is_too_long_and_nothing_is_lost(unit, parts):
     text = "".join(parts)
     limits = PlatformLimits(max_text=100, unit=unit)
     pieces = split_reply(text, limits)
-    assert all(size(piece, limits) <= 100 for piece in pieces)
+    assert all(platform_length(piece, limits) <= 100 for piece in pieces)
     assert all(piece.encode("utf-8") for piece in pieces)
     letters = re.compile(r"[^\s`~]")
     kept = "".join(letters.findall("".join(pieces)))
@@ -62,8 +62,8 @@ def test_an_accent_stays_with_its_letter():
 
 
 def test_emoji_count_as_two_in_utf16():
-    assert size("😀a", PlatformLimits(100, unit="utf16")) == 3
-    assert size("😀a", PlatformLimits(100, unit="utf8")) == 5
+    assert platform_length("😀a", PlatformLimits(100, unit="utf16")) == 3
+    assert platform_length("😀a", PlatformLimits(100, unit="utf8")) == 5
     assert all(
         len(piece.encode("utf-16-le")) // 2 <= 100
         for piece in split_reply("😀" * 200, PlatformLimits(100, unit="utf16"))

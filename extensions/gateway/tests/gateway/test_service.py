@@ -341,7 +341,7 @@ async def test_an_answer_waits_until_its_platform_has_started(tmp_path):
         await until(lambda: len(scene.model.requests) == 1)
     async with a_gateway(tmp_path, platform=SlowToStart()) as scene:
         assert (await scene.platform.receive()).text == "it"
-        assert await scene.gateway.mailbox.refused() == []
+        assert await scene.gateway.mailbox.refused_messages() == []
 
 
 async def test_sending_goes_on_by_itself_when_the_platform_answers_again(tmp_path):
@@ -432,7 +432,7 @@ async def test_what_a_platform_refuses_is_kept_and_reported_to_the_home_channel(
         notice = (await scene.platform.receive("home")).text
         assert "gone" in notice
         assert "does not exist" in notice
-        ((message, reason),) = await scene.gateway.mailbox.refused()
+        ((message, reason),) = await scene.gateway.mailbox.refused_messages()
         assert (message.text, reason) == ("echo 1: hello", "the chat does not exist")
 
 
@@ -460,7 +460,7 @@ async def test_a_message_that_a_platform_cannot_send_ends_nothing_else(tmp_path)
     async with a_gateway(tmp_path, platform=Odd()) as scene:
         await scene.platform.say("say hello", chat_id="odd", user_id="odd")
         for _ in range(500):
-            if refused := await scene.gateway.mailbox.refused():
+            if refused := await scene.gateway.mailbox.refused_messages():
                 break
             await asyncio.sleep(0.01)
         assert [message.address.chat_id for message, _ in refused] == ["odd"]

@@ -195,7 +195,7 @@ async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max
     return ChatAnswer(answer, reason, reply)
 
 
-def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
+def objects_at(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
     """Return the list of objects at `path` of a reply, or an empty list if the reply has none there. Raises
     `ToolUnavailable` for a reply in another format."""
     value = told

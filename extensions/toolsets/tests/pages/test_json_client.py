@@ -15,7 +15,7 @@ from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.retry import RetryPolicy
 from palaestra_slots.core.types import JSON, Blame
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer
-from palaestra_toolsets.json_client import JsonServer, rows, text
+from palaestra_toolsets.json_client import JsonServer, objects_at, text
 
 OK = FakeAnswer({"ok": True})
 
@@ -116,10 +116,10 @@ def test_a_request_that_is_refused_is_the_models_to_mend() -> None:
 
 def test_rows_are_found_where_they_are_promised() -> None:
     server = JsonServer("engine", "http://engine.example", "k", {}, asyncio.Semaphore(1))
-    assert rows(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
-    assert rows(server, {"web": None}, "web", "results") == []
+    assert objects_at(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
+    assert objects_at(server, {"web": None}, "web", "results") == []
     for told in ([], {"web": {"results": {}}}, {"web": {"results": [1]}}):
         with pytest.raises(ToolUnavailable, match="unexpected format"):
-            rows(server, told, "web", "results")
+            objects_at(server, told, "web", "results")
     assert text({"a": None, "b": "", "c": "x"}, "a", "b", "c") == "x"
     assert text({"a": 1}, "a") == ""

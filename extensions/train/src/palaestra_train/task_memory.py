@@ -48,7 +48,7 @@ def pass_rate(memory: Memory, task: str, drawn: int, half_life: float) -> float:
     return (kept * earned + PRIOR * general) / (kept * count + PRIOR)
 
 
-def signal(rate: float, size: int) -> float:
+def reward_signal(rate: float, size: int) -> float:
     """Return the chance that the rewards of a group of `size` rollouts differ, if each rollout earns 1 with the chance
     `rate`, and otherwise 0."""
     return 1.0 - math.pow(rate, size) - math.pow(1 - rate, size)
@@ -75,5 +75,5 @@ def next_task(
     apart = [max(0.0, config.least_rate - rate, rate - config.most_rate) for rate in rates]
     nearest = min(apart)
     chosen = [number for number, far in enumerate(apart) if far <= nearest + 1e-9]
-    weights = [signal(rates[number], size) ** 4 + 1e-6 for number in chosen]
+    weights = [reward_signal(rates[number], size) ** 4 + 1e-6 for number in chosen]
     return free[rng.choices(chosen, weights)[0]]

@@ -41,7 +41,7 @@ from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.engines.token_engine import TokenChat
 from palaestra_train.config import TrainerName, TrainingConfig
 from palaestra_train.training import Training, TrainingResult
-from palaestra_train.warm_start import ORACLE, demonstrations_in, demonstrations_of, encoded, located
+from palaestra_train.warm_start import ORACLE, demonstrations_in, demonstrations_of, located, warm_start_rows
 
 if TYPE_CHECKING:
     from palaestra_train.trainer import Trainer
@@ -173,7 +173,7 @@ async def _demonstrated(
     else:
         found = demonstrations_of(config.warm_start)
     body = getattr(parsed.env_config, "extra_body", None) or {}
-    return encoded(found, trainer.engine, body.get("chat_template_kwargs"), {task.id for task in held})
+    return warm_start_rows(found, trainer.engine, body.get("chat_template_kwargs"), {task.id for task in held})
 
 
 async def _reference_solutions(form: Form, parsed: RunLine, tasks: Sequence[Task]) -> list[Group]:

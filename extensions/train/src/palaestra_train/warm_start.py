@@ -105,7 +105,7 @@ def demonstrations_of(source: str) -> Iterator[Demonstration]:
         yield Demonstration(name, task, without_closing(messages), tools)
 
 
-def encoded(
+def warm_start_rows(
     found: Iterable[Demonstration], engine: object, variables: Mapping[str, JSON] | None, left_out: Set[str]
 ) -> list[ExportedRow]:
     """Return the rows of the demonstrations, as the engine's rollouts would have them, without those of the tasks

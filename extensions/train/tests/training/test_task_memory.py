@@ -9,7 +9,7 @@ import pytest
 
 from palaestra import Task
 from palaestra_train import TrainingConfig
-from palaestra_train.task_memory import Memory, next_task, pass_rate, remember, signal
+from palaestra_train.task_memory import Memory, next_task, pass_rate, remember, reward_signal
 
 TASKS = [Task(id=name, prompt="") for name in ("solved", "hard", "middling", "new")]
 
@@ -47,5 +47,5 @@ def test_a_task_of_this_step_is_drawn_again_only_if_there_is_no_other() -> None:
 
 
 def test_the_chance_of_a_signal() -> None:
-    assert signal(0.5, 2) == pytest.approx(0.5)
-    assert signal(1.0, 8) == signal(0.0, 8) == 0.0
+    assert reward_signal(0.5, 2) == pytest.approx(0.5)
+    assert reward_signal(1.0, 8) == reward_signal(0.0, 8) == 0.0

@@ -141,14 +141,14 @@ def nonzero_exits(messages: Sequence[Message], turns: Sequence[int]) -> Iterator
             for request in requests if isinstance(requests, list) else []:
                 if isinstance(request, Mapping) and isinstance(request.get("function"), Mapping):
                     waiting[str(request.get("id"))] = request["function"]
-        elif message.get("role") == "tool" and (code := exit_code(message.get("content"))):
+        elif message.get("role") == "tool" and (code := call_exit_code(message.get("content"))):
             called = waiting.get(str(message.get("tool_call_id")), {})
             arguments = called.get("arguments")
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             yield {"turn": turn, "tool": str(called.get("name") or ""), "code": code, "arguments": short(text)}
 
 
-def exit_code(content: JSON) -> int:
+def call_exit_code(content: JSON) -> int:
     """Return the exit code in the result of a call; 0 if it has none."""
     if isinstance(content, str):
         if '"exit_code"' not in content:

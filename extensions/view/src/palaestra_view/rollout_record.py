@@ -58,7 +58,7 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
     group = index.group(trajectory.group_id)
     config = index.config()
     return {
-        **cut(found, long_chars),
+        **cut_long_texts(found, long_chars),
         "id": rollout_id,
         "in_flight": False,
         "official_name": official_words(official_name(config)),
@@ -68,7 +68,7 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "exits": _exits(trajectory),
         "most_turns": most_turns(config),
         "group": _group(index, trajectory.group_id, group),
-        "tools": cut(group.group.tools, long_chars) if group else [],
+        "tools": cut_long_texts(group.group.tools, long_chars) if group else [],
         "before": before,
         "after": after,
         "attempts": index.attempts(rollout_id),
@@ -142,7 +142,7 @@ def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
     }
 
 
-def cut(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
+def cut_long_texts(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
     """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`.
     Raises `ConfigError` for a value that is nested too deeply."""
     try:
@@ -152,7 +152,8 @@ def cut(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
 
 
 def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
-    """Do the work of `cut`. `path` is the pair of the path above and the last key, because most paths are not used."""
+    """Do the work of `cut_long_texts`. `path` is the pair of the path above and the last key, because most paths are
+    not used."""
     if type(value) is str:
         return value if len(value) <= long_chars else _cut_text(value, long_chars, path)
     if type(value) is dict:
@@ -176,7 +177,7 @@ def _cut_text(value: str, long_chars: int, path: JSON) -> dict[str, JSON]:
 
 
 def text_at(index: RunIndex, rollout_id: str, path: str, start: int, chars: int) -> str:
-    """Return part of a text that `cut` replaced. `path` is a JSON pointer (RFC 6901) into the record. Raises
+    """Return part of a text that `cut_long_texts` replaced. `path` is a JSON pointer (RFC 6901) into the record. Raises
     `ConfigError` if there is no such text."""
     trajectory = index.trajectory(rollout_id)
     value: JSON = _without_tokens(trajectory) if trajectory else _so_far(index, rollout_id)
@@ -292,16 +293,18 @@ def _in_flight(index: RunIndex, rollout_id: str, long_chars: int) -> dict[str, J
     group_id, _, position = rollout_id.rpartition("/")
     group = index.group(group_id)
     return {
-        **cut(so_far, long_chars),
+        **cut_long_texts(so_far, long_chars),
         "id": rollout_id,
         "in_flight": True,
         "group_id": group_id,
         "task_id": group.group.task_id if group else "",
         "index": number_of(position),
         "group": _group(index, group_id, group),
-        "tools": cut(group.group.tools, long_chars) if group else [],
+        "tools": cut_long_texts(group.group.tools, long_chars) if group else [],
         "attempts": index.attempts(rollout_id),
-        "state": cut({"state": last}, long_chars)["state"] if (last := _last_state(index, rollout_id)) else None,
+        "state": cut_long_texts({"state": last}, long_chars)["state"]
+        if (last := _last_state(index, rollout_id))
+        else None,
         "state_changes": state_changes(index, rollout_id),
     }
 

@@ -35,7 +35,7 @@ from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades, with_gr
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra_slots.core.types import JSON, Blame, Outcome
-from palaestra_view.check_evidence import breaks, exit_code
+from palaestra_view.check_evidence import breaks, call_exit_code
 
 IMPORTS = "imports"
 """The folder of the journals that are made from files of other programs, below the folder of the indexes."""
@@ -793,7 +793,7 @@ def _exits(messages: Iterable[msgspec.Raw]) -> int:
                 content = json.loads(bytes(message.content).decode("utf-8", "replace"))
             except (*UNREADABLE, RecursionError):
                 continue
-            count += bytes(message.role) == b'"tool"' and exit_code(content) != 0
+            count += bytes(message.role) == b'"tool"' and call_exit_code(content) != 0
     return count
 
 

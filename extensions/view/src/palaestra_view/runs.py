@@ -60,7 +60,7 @@ class OpenRuns:
         return self._indexes[name]
 
     @property
-    def named(self) -> str:
+    def run_name(self) -> str:
         """The name of the run that the user specified; empty if the viewer shows the runs of a folder."""
         return next(iter(self._indexes), "") if len(self.only) == 1 else ""
 

@@ -142,7 +142,7 @@ class Viewer:
                 asked.one("base"),
                 asked.one("by", "reward"),
             ),
-            "rollouts": lambda asked: rollouts(self.runs, asked),
+            "rollouts": lambda asked: rollouts_page(self.runs, asked),
             "groups": lambda asked: groups(self.runs, asked.run, asked.offset, asked.limit),
             "search": self._search,
             "rollout": lambda asked: rollout_record(self.runs[asked.run], asked.one("id")),
@@ -363,7 +363,7 @@ def groups(runs: OpenRuns, name: str, offset: int, limit: int) -> JSON:
     return {"total": total, "groups": found}
 
 
-def rollouts(runs: OpenRuns, asked: Query) -> JSON:
+def rollouts_page(runs: OpenRuns, asked: Query) -> JSON:
     """Return one page of a run's rollouts."""
     total, rows = runs[asked.run].rows(
         asked.where,
@@ -415,7 +415,7 @@ def _cookie(request: web.Request) -> str:
 
 
 @asynccontextmanager
-async def serving(viewer: Viewer, token: str, port: int = 0) -> AsyncIterator[str]:
+async def serving_viewer(viewer: Viewer, token: str, port: int = 0) -> AsyncIterator[str]:
     """Serve the viewer on 127.0.0.1 while the block runs, and yield its address without the token. Raises
     `ConfigError` if the port cannot be opened."""
     async with listening(viewer.application(), "127.0.0.1", port, token=token, handler_cancellation=True) as url:

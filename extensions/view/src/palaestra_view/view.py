@@ -87,7 +87,7 @@ def command(
             return
         runs = open_runs(run or "last", index_store())
         _name_problems(runs)
-        if not runs.named:
+        if not runs.run_name:
             _say_which(list(runs), runs.root)
         path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
         click.echo(json.dumps({"path": str(path)}) if as_json else path)
@@ -167,11 +167,11 @@ async def _serve_viewer(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: 
     import webbrowser
     from urllib.parse import urlencode
 
-    from palaestra_view.server import Viewer, serving
+    from palaestra_view.server import Viewer, serving_viewer
 
     token = secrets.token_urlsafe(24)
-    async with serving(Viewer(runs, token, texts, author_name()), token, port) as url:
-        address = f"{url}/?token={token}" + (f"#/run?{urlencode({'run': runs.named})}" if runs.named else "")
+    async with serving_viewer(Viewer(runs, token, texts, author_name()), token, port) as url:
+        address = f"{url}/?token={token}" + (f"#/run?{urlencode({'run': runs.run_name})}" if runs.run_name else "")
         click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:

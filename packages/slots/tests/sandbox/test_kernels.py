@@ -11,7 +11,7 @@ from errno import ENOSYS, EPERM
 import pytest
 
 from golden_messages import check_message
-from palaestra_slots.sandbox.isolation.self_test import explain
+from palaestra_slots.sandbox.isolation.self_test import with_remedy
 from palaestra_slots.sandbox.slotd import syscalls
 from palaestra_slots.sandbox.slotd.namespaced import privileges
 
@@ -82,10 +82,10 @@ def test_before_paths_could_be_held_inside_a_root() -> None:
     ],
 )
 def test_what_was_refused_is_explained(message: str, words: str) -> None:
-    assert explain(message).startswith(message)
-    assert words in explain(message)
+    assert with_remedy(message).startswith(message)
+    assert words in with_remedy(message)
 
 
 def test_what_is_not_known_is_left_as_it_is() -> None:
-    assert explain("the moon is in the way") == "the moon is in the way"
+    assert with_remedy("the moon is in the way") == "the moon is in the way"
     assert privileges.supported()

@@ -58,7 +58,7 @@ def passed(name: str, found: str) -> DoctorCheck:
     return DoctorCheck(name, CheckState.OK, found)
 
 
-def failed(name: str, found: str, way_out: str) -> DoctorCheck:
+def failed_check(name: str, found: str, way_out: str) -> DoctorCheck:
     return DoctorCheck(name, CheckState.FAILED, found, way_out)
 
 
@@ -102,10 +102,14 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
         # The request has failed as a whole, so the message alone says which of the checks it answers.
         about = LOGPROBS if isinstance(error, EngineReplyError) and "log-prob" in str(error) else TOKENS
         for name in SAMPLING:
-            yield failed(name, str(error), _UPGRADE) if name == about else not_applicable(name, "see the failed check")
+            yield (
+                failed_check(name, str(error), _UPGRADE)
+                if name == about
+                else not_applicable(name, "see the failed check")
+            )
         return
     if not sampled.ids or len(sampled.ids) > _ASKED:
-        yield failed(TOKENS, f"{len(sampled.ids)} tokens were returned, but {_ASKED} were requested", _UPGRADE)
+        yield failed_check(TOKENS, f"{len(sampled.ids)} tokens were returned, but {_ASKED} were requested", _UPGRADE)
     else:
         yield passed(TOKENS, f"{len(prompt)} ids in, {len(sampled.ids)} out, finish reason '{sampled.finish_reason}'")
     sane = len(sampled.logprobs) == len(sampled.ids) and all(
@@ -114,7 +118,7 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
     if sane:
         yield passed(LOGPROBS, "one per token: " + ", ".join(f"{value:.3f}" for value in sampled.logprobs))
     else:
-        yield failed(LOGPROBS, f"{list(sampled.logprobs)} for {len(sampled.ids)} tokens", _UPGRADE)
+        yield failed_check(LOGPROBS, f"{list(sampled.logprobs)} for {len(sampled.ids)} tokens", _UPGRADE)
     yield await _stop_token(engine, prompt)
 
 
@@ -129,12 +133,12 @@ async def distribution_check(engine: TokenEngine, bare: TokenEngine, prompt: Seq
             [list((await one.generate(prompt, settings)).ids) for settings in seeded] for one in (engine, engine, bare)
         ]
     except EngineError as error:
-        return failed(DISTRIBUTION, str(error), _UPGRADE)
+        return failed_check(DISTRIBUTION, str(error), _UPGRADE)
     ids = {tuple(reply.ids) for reply in replies}
     if len(ids) == 1 and (_REPEATED - 1) * sum(replies[0].logprobs) < IMPOSSIBLE:
         found = f"{_REPEATED} replies at temperature 1 are identical, which their log-probabilities practically exclude"
         way_out = "Start vLLM with --generation-config vllm, and SGLang without --preferred-sampling-params."
-        return failed(DISTRIBUTION, found, way_out)
+        return failed_check(DISTRIBUTION, found, way_out)
     # If the server ignores seeds, a difference to the replies of `bare` would prove nothing.
     if first != again:
         return passed(DISTRIBUTION, "the settings sent are in force; the server's own ones are unknown (seeds differ)")
@@ -153,11 +157,11 @@ async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck
             return not_applicable(STOP, "the engine sampled no token")
         again = await engine.generate(prompt, {**likeliest, "max_tokens": _ASKED, "stop_token_ids": [first[0]]})
     except EngineError as error:
-        return failed(STOP, str(error), "The server must accept stop_token_ids.")
+        return failed_check(STOP, str(error), "The server must accept stop_token_ids.")
     if again.finish_reason != "stop":
-        return failed(STOP, f"stop_token_ids had no effect (finish reason '{again.finish_reason}')", _UPGRADE)
+        return failed_check(STOP, f"stop_token_ids had no effect (finish reason '{again.finish_reason}')", _UPGRADE)
     if first[0] not in again.ids:
-        return failed(
+        return failed_check(
             STOP,
             "the engine leaves out the token that ended the reply",
             "The template then adds the token, which is not trained on, so the model does not learn to end its turns. "
@@ -195,7 +199,7 @@ def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> I
         source = template_of(tokenizer, template)
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
     except ConfigError as error:
-        yield failed(TEMPLATE, str(error), "Set --openai.chat_template to a template that supports tools.")
+        yield failed_check(TEMPLATE, str(error), "Set --openai.chat_template to a template that supports tools.")
         yield from (not_applicable(name, "no template was loaded") for name in (PREFIX, ROUND_TRIP))
         return
     ends = ", ".join(repr(tokenizer.decode([stop], skip_special_tokens=False)) for stop in renderer.stop_ids)
@@ -223,7 +227,7 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
                 break
     if not problems:
         return passed(PREFIX, "sampled text stays as it is when the conversation continues")
-    return failed(
+    return failed_check(
         PREFIX,
         "; ".join(problems),
         "No data is lost: each rewrite begins a new row. For one row per rollout, set --openai.history append, "
@@ -247,7 +251,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     try:
         chosen = get_parser(parser)
     except KeyError as error:
-        return failed(
+        return failed_check(
             ROUND_TRIP, str(error.args[0]), f"Set --openai.tool_parser to one of {', '.join(list_parsers())}."
         )
     missed = [text for text, arguments in written.items() if not _reads(chosen, text, arguments)]
@@ -255,7 +259,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
         return passed(ROUND_TRIP, f"{parser} reads the calls that the template writes")
     # The check knows the right answer, so it names it.
     fitting = [name for name in list_parsers() if all(_reads(get_parser(name), *pair) for pair in written.items())]
-    return failed(
+    return failed_check(
         ROUND_TRIP,
         f"{parser} does not read {missed[0]!r}",
         f"Set --openai.tool_parser to one of these: {', '.join(fitting)}."
@@ -344,7 +348,9 @@ class _Examination:
             self.found.checks += writing_checks(engine.tokenizer, None, self.target.parser)
             self.found.skip([AGREES], "the tokenizer comes from the model's folder")
         except ConfigError as error:
-            self.found.checks.append(failed(SERVER, str(error), "Specify a folder with a model and its tokenizer."))
+            self.found.checks.append(
+                failed_check(SERVER, str(error), "Specify a folder with a model and its tokenizer.")
+            )
         finally:
             await engine.aclose()
         return self.found
@@ -414,7 +420,7 @@ class _Examination:
             return await asyncio.to_thread(load_tokenizer, named)
         except ConfigError as error:
             self.found.checks.append(
-                failed("tokenizer", str(error), "Set --tokenizer to a folder, or to a model's name.")
+                failed_check("tokenizer", str(error), "Set --tokenizer to a folder, or to a model's name.")
             )
             return None
 
@@ -456,7 +462,7 @@ class _Examination:
             self.found.checks.append(passed(AGREES, f"both encode a test text as the same {len(theirs)} tokens"))
         else:
             way_out = f"Set --openai.tokenizer_name to the tokenizer of '{self.found.model}'."
-            self.found.checks.append(failed(AGREES, "the server encodes a test text differently", way_out))
+            self.found.checks.append(failed_check(AGREES, "the server encodes a test text differently", way_out))
 
     async def _check_chat(self, engine: OpenAIEngine) -> None:
         try:
@@ -465,7 +471,7 @@ class _Examination:
             )
         except EngineError as error:
             way_out = "Start the server with tool calls enabled, and set --model to its model."
-            self.found.checks.append(failed(CHAT, str(error), way_out))
+            self.found.checks.append(failed_check(CHAT, str(error), way_out))
         else:
             finish = reply.choices[0].finish_reason
             self.found.checks.append(passed(CHAT, f"the server replied, finish reason '{finish}'"))
@@ -485,7 +491,7 @@ class _Examination:
                 way_out = "Check the key, the address and the model's name."
             elif " answered HTTP " in str(error):
                 way_out = "The server is running, but it fails to answer; see its log."
-            self.found.checks.append(failed(REACHABLE, str(error), way_out))
+            self.found.checks.append(failed_check(REACHABLE, str(error), way_out))
         self.found.checks += [
             not_applicable(name, "the server could not be checked") for name in _AFTER_REACHING if name not in asked
         ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from golden_messages import check_message
-from palaestra_tokens.http.transport import public_url, refused, server_says
+from palaestra_tokens.http.transport import engine_refusal, public_url, server_says
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_addresses_are_shown_without_secrets() -> None:
 
 
 def test_a_redirect_says_what_to_change() -> None:
-    check_message(str(refused(URL("http://h/v1"), 301, b"", "m")))
+    check_message(str(engine_refusal(URL("http://h/v1"), 301, b"", "m")))

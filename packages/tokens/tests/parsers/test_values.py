@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from palaestra_slots.core.types import JSON
 from palaestra_tokens.parsers.formats.llama import keyword_arguments
 from palaestra_tokens.parsers.parser import BrokenReason, Malformed
-from palaestra_tokens.parsers.scan import ArgumentTypes, decode, decode_members, decode_object, typed
+from palaestra_tokens.parsers.scan import ArgumentTypes, decode_members, decode_object, parse_json, typed
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -23,7 +23,7 @@ literals = st.recursive(
 
 def reason_of(text: str) -> BrokenReason:
     with pytest.raises(Malformed) as caught:
-        decode(text)
+        parse_json(text)
     return caught.value.reason
 
 

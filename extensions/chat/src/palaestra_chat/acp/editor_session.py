@@ -11,7 +11,7 @@ from typing import Any
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra_chat.acp.editor_servers import editor_servers, opened_servers
-from palaestra_chat.config import project
+from palaestra_chat.config import conversation_project
 from palaestra_chat.conversation import Conversation, People
 from palaestra_chat.project import command_description, command_message
 from palaestra_chat.turn_events import (
@@ -106,7 +106,7 @@ class EditorSession:
     def offer_commands(self) -> None:
         """Show the editor which commands there are: ours, and those of the person and the project."""
         about = {f"/{name}": text for name, text in COMMANDS.items()}
-        for name, path in project(self.conversation.slots.folder).commands().items():
+        for name, path in conversation_project(self.conversation.slots.folder).commands().items():
             about.setdefault(name, command_description(path))
         commands = [schema.AvailableCommand(name=name[1:], description=text) for name, text in about.items()]
         update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
@@ -115,7 +115,7 @@ class EditorSession:
     def message(self, text: str) -> str:
         """Return the message of a command of the person or the project, and any other text as it is."""
         word, _, rest = text.partition(" ")
-        path = project(self.conversation.slots.folder).commands().get(word)
+        path = conversation_project(self.conversation.slots.folder).commands().get(word)
         return text if path is None else command_message(path, rest.strip())
 
     def show(self, update: Any) -> None:

@@ -89,9 +89,9 @@ class Desk:
     @property
     def project(self) -> Project:
         """What the folder of the conversation, and the person's own, have for the chat."""
-        from palaestra_chat.config import project
+        from palaestra_chat.config import conversation_project
 
-        return project(self.talk.slots.folder)
+        return conversation_project(self.talk.slots.folder)
 
     @property
     def write_mode(self) -> str:

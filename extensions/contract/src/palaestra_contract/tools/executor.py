@@ -201,7 +201,7 @@ class ToolExecutor:
 
     async def list_artifacts(self, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
         """List a directory of the trajectory's workspace."""
-        work = artifacts.entries(self.slot_of(request.trajectory_id), request)
+        work = artifacts.list_entries(self.slot_of(request.trajectory_id), request)
         return await artifacts.or_error(work, ArtifactListResponsePayload)
 
     async def archive_artifacts(self, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:

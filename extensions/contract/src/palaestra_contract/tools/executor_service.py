@@ -73,7 +73,7 @@ class ExecutorService:
             "/release": self._release,
             "/artifacts/read": self._artifact(ArtifactReadRequestPayload, artifacts.read, ArtifactReadResponsePayload),
             "/artifacts/list": self._artifact(
-                ArtifactListRequestPayload, artifacts.entries, ArtifactListResponsePayload
+                ArtifactListRequestPayload, artifacts.list_entries, ArtifactListResponsePayload
             ),
             "/artifacts/archive": self._artifact(
                 ArtifactArchiveRequestPayload, artifacts.archive, ArtifactArchiveResponsePayload

@@ -234,7 +234,7 @@ class ToolSession:
     async def _definitions(
         self, enabled: Iterable[str] | None, disabled: Iterable[str] | None
     ) -> list[dict[str, JSON]]:
-        await self._servers.all()
+        await self._servers.start_all()
         chosen = chosen_tools(self._registry.tools(), enabled, disabled)
         return [tool.schema.to_dict() for tool in chosen if tool.missing() is None and tool.name not in self._left_out]
 

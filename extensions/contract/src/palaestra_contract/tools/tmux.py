@@ -154,7 +154,7 @@ async def _stream(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun
     terminal, most = pane.open(), arguments.get("max_bytes", DEFAULT_STREAM_BYTES)
     status = await terminal.process.status()
     start = 0 if arguments.get("reset") else pane.cursor
-    new = await process_output.read_text(terminal.process, start, max_bytes=most, running=status.running)
+    new = await process_output.read_output_text(terminal.process, start, max_bytes=most, running=status.running)
     pane.cursor = new.end
     reply: dict[str, JSON] = {"output": new.text, "error": None, "more_bytes": status.output_total_bytes - new.end}
     return {**reply, "lost_bytes": new.lost} if new.lost else reply

@@ -27,7 +27,7 @@ from palaestra_slots.core.errors import ConfigError, GraderError, PrepareError, 
 from palaestra_slots.core.types import Score
 from palaestra_slots.images.dockerfile import ImageRecipe
 from palaestra_slots.images.slot_commands import check_execute
-from palaestra_slots.images.task_files import TypedFields, check_links, read_text
+from palaestra_slots.images.task_files import TypedFields, check_links, read_task_text
 from palaestra_slots.sandbox.slot import Rung, Slot
 from palaestra_suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra_suites.grading.falsified import Controlled, control
@@ -94,7 +94,7 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
     check_links(place)
     image = _ready_root(place.name, roots)
     harbor = (place / "instruction.md").is_file()
-    prompt = read_text(place / "instruction.md") if harbor else _description(place / "task.json")
+    prompt = read_task_text(place / "instruction.md") if harbor else _description(place / "task.json")
     environment, tests = (place / "environment", place / "tests") if harbor else (place, place)
     solution = place / "solution" / "solve.sh"
     dockerfile = environment / "Dockerfile"
@@ -105,9 +105,9 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
         prompt=prompt.strip(),
         setup="" if image or recipe else _setup(place, environment),
         initial_tests=_optional(environment / "test_initial_state.py"),
-        final_tests=read_text(tests / "test_final_state.py"),
+        final_tests=read_task_text(tests / "test_final_state.py"),
         image=image,
-        solution=read_text(solution) if solution.is_file() else None,
+        solution=read_task_text(solution) if solution.is_file() else None,
         recipe=recipe,
     )
 
@@ -121,7 +121,7 @@ def _ready_root(name: str, roots: Path | None) -> str | None:
 def _setup(place: Path, environment: Path) -> str:
     definition = environment / "container.def"
     if definition.is_file():
-        return post_script(read_text(definition), place.name)
+        return post_script(read_task_text(definition), place.name)
     raise TaskError(
         f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root file system for it"
     )
@@ -151,13 +151,13 @@ def _without_installers(line: str) -> str | None:
 
 def _description(path: Path) -> str:
     try:
-        return TypedFields(json.loads(read_text(path)), path.name).required("description")
+        return TypedFields(json.loads(read_task_text(path)), path.name).required("description")
     except (ValueError, RecursionError) as error:  # TaskError is a ValueError
         raise TaskError(f"{path.parent.name}: {error}") from None
 
 
 def _optional(path: Path) -> str:
-    return read_text(path) if path.is_file() else ""
+    return read_task_text(path) if path.is_file() else ""
 
 
 async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, timeout_s: float) -> frozenset[str]:

@@ -85,7 +85,7 @@ async def install_language(
         await slot.execute(recipe.language.build, cwd=repo_dir, env=variables, timeout_s=timeout_s)
 
 
-async def run_command(
+async def run_test_command(
     slot: Slot, toolchain: Toolchain, row: SweRow, repo_dir: str, names: Sequence[str], *, timeout_s: float
 ) -> TestRun:
     """Run the test command of a row and read its log. The result lists each of the `names`; a name that the log lacks

@@ -131,7 +131,7 @@ class RepositoryCache:
                 await self._fetch(path, source, row)
         return path
 
-    async def locate(self, row: SweRow) -> tuple[Path, str]:
+    async def locate_commit(self, row: SweRow) -> tuple[Path, str]:
         """Return the path of the bare repository, and the full hash of the row's commit in it.
 
         Git is asked only the first time, because grading one rollout needs them a dozen times.
@@ -160,19 +160,19 @@ class RepositoryCache:
 
     async def export_tree(self, row: SweRow) -> bytes:
         """Return all files of the row's commit as one tar archive."""
-        path, commit = await self.locate(row)
+        path, commit = await self.locate_commit(row)
         return await self._git(path, "archive", "--format=tar", commit)
 
     async def read_file(self, row: SweRow, path: str) -> bytes:
         """Return one file of the row's commit. Raises `TaskError` if it does not exist."""
-        found = (await self.files(row, [path])).get(path)
+        found = (await self.read_files(row, [path])).get(path)
         if found is None:
             raise TaskError(f"{row.instance_id}: commit {row.base_commit} has no file {path}")
         return found.data
 
-    async def files(self, row: SweRow, paths: Collection[str]) -> dict[str, TreeFile]:
+    async def read_files(self, row: SweRow, paths: Collection[str]) -> dict[str, TreeFile]:
         """Return the files of the row's commit at these paths and, where a path is a directory, below them."""
-        path, commit = await self.locate(row)
+        path, commit = await self.locate_commit(row)
         entries: dict[str, tuple[str, str]] = {}
         wanted = sorted(paths)
         for start in range(0, len(wanted), _MOST_PATHS):
@@ -184,10 +184,10 @@ class RepositoryCache:
                 entries[os.fsdecode(name)] = mode, blob
         return {name: file for name, file in (await self._read_blobs(path, entries)).items() if file is not None}
 
-    async def apply(self, row: SweRow, tree: str, patch: str, *, backwards: bool = False) -> str:
+    async def apply_patch(self, row: SweRow, tree: str, patch: str, *, backwards: bool = False) -> str:
         """Return the hash of the tree that a patch makes of another tree or, `backwards`, that it was made of. Hunks
         may be some lines away from their line numbers. Raises `DiffError` if the patch does not match."""
-        path, _ = await self.locate(row)
+        path, _ = await self.locate_commit(row)
         key = path, tree, patch, backwards
         if key not in self._applied:
             ways = [*(["--reverse"] if backwards else ()), *([] if _WITH_SIDES.search(patch) else ["-p0"])]
@@ -209,7 +209,7 @@ class RepositoryCache:
     async def difference(self, row: SweRow, before: str, after: str) -> TreeFiles:
         """Return the files of the tree `after` that differ in the tree `before`. Raises `DiffError` for a link that
         leads out of the repository."""
-        path, _ = await self.locate(row)
+        path, _ = await self.locate_commit(row)
         parts = (await self._git(path, "diff-tree", "-r", "-z", "--no-renames", before, after)).split(b"\0")
         entries = {}
         for about, place in zip(parts[:-1:2], parts[1::2], strict=True):
@@ -241,7 +241,7 @@ class RepositoryCache:
     async def newest_tag(self, row: SweRow) -> str | None:
         """Return the tag of the newest release before the row's commit. If the cache has no such tag, return the tag of
         the source's newest release, or None."""
-        path, commit = await self.locate(row)
+        path, commit = await self.locate_commit(row)
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
         if not listed:
@@ -255,13 +255,13 @@ class RepositoryCache:
 
     async def commit_date(self, row: SweRow) -> str:
         """Return the date (YYYY-MM-DD) of the row's commit."""
-        path, commit = await self.locate(row)
+        path, commit = await self.locate_commit(row)
         shown = await self._git(path, "show", "--no-patch", "--format=%cI", commit)
         return shown.decode("ascii", "replace").strip()[:10]
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Return every file of the row's commit, relative to the repository's root."""
-        return await self._paths_in_commit(*await self.locate(row))
+        return await self._paths_in_commit(*await self.locate_commit(row))
 
     async def _init_bare_repository(self, fresh: Path) -> None:
         """Make an empty bare repository whose archives also contain files marked `export-ignore`, because these are

@@ -17,7 +17,7 @@ from palaestra_slots.core.types import Label
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_suites.grading.harness import Status, TestRun
 from palaestra_suites.grading.repository_tests import run_django, run_files
-from palaestra_suites.swe.command_tests import run_command
+from palaestra_suites.swe.command_tests import run_test_command
 from palaestra_suites.swe.swe_row import SweRow, TestNames
 from palaestra_suites.toolchain.toolchain import Toolchain
 
@@ -40,7 +40,7 @@ async def run_row(
     """Run these tests of a row. In the result, `statuses` lists each test under the name that the row uses. Raises
     `GraderError`."""
     if row.recipe is not None:
-        return await run_command(slot, toolchain, row, repo_dir, names, timeout_s=timeout_s)
+        return await run_test_command(slot, toolchain, row, repo_dir, names, timeout_s=timeout_s)
     if row.names is TestNames.UNITTEST:
         files = row.test_files
         return await run_django(slot, toolchain, repo_dir, files, names, timeout_s=timeout_s, watching=watching)

@@ -34,7 +34,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra_slots.core.config import local_path
 from palaestra_slots.core.errors import ConfigError, GraderError, PrepareError, TaskError
-from palaestra_slots.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
+from palaestra_slots.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numeric_values
 from palaestra_slots.images.build_once import CACHE_DIR
 from palaestra_slots.images.requirements import is_requirement
 from palaestra_slots.images.slot_commands import check_execute
@@ -594,7 +594,7 @@ class SweEnvironment(ListedEnvironment):
             *found.labels(REPOSITORY, usual),
             *excuses(judged, graded.run),
         ]
-        return Score(float(earned), numbers(detail), detail, float(official.resolved), labels)
+        return Score(float(earned), numeric_values(detail), detail, float(official.resolved), labels)
 
     async def _at_old_places(
         self, rollout: Rollout, grading: Grading, row: SweRow, found: Protected, gone: Sequence[str]
@@ -646,7 +646,7 @@ class SweEnvironment(ListedEnvironment):
             work = rollout.task.data.with_options(view.prepared.options)
             async with self._fork(view, work, Shown.WORK) as fork:
                 await self._run_row_tests(fork, work, view.prepared.row(row).node_ids)
-                files = await self.repositories.files(row, gone)
+                files = await self.repositories.read_files(row, gone)
                 ways = await old_places(fork, REPOSITORY, files, view.changed, found.build_files, pristine) or [{}]
         if not language.lists_sources:
             return ways
@@ -656,7 +656,7 @@ class SweEnvironment(ListedEnvironment):
 
         new, hosts = ([path for path in units(changed) if (path in pristine) is there] for there in (False, True))
         own = [path.removeprefix(f"{REPOSITORY}/") for path in found.build_files]
-        builds = await self.repositories.files(row, [path for path in own if path in pristine])
+        builds = await self.repositories.read_files(row, [path for path in own if path in pristine])
         listed = [
             more
             for places in ways
@@ -798,7 +798,7 @@ class SweEnvironment(ListedEnvironment):
             return []
 
         async def known() -> list[str]:
-            pristine = await self.repositories.files(row, [path for path in view.changed if path[-1] != "/"])
+            pristine = await self.repositories.read_files(row, [path for path in view.changed if path[-1] != "/"])
             before, after = await solution_files(self.repositories, row)
             return [file.text for file in (*pristine.values(), *before.values(), *after.values()) if file is not None]
 

@@ -72,16 +72,16 @@ async def trees_of(cache: RepositoryCache, row: SweRow) -> RowTrees:
 
     A SWE-smith patch is the bug, so the commit is the solution unless it already contains the bug.
     """
-    _, commit = await cache.locate(row)
+    _, commit = await cache.locate_commit(row)
     if not row.patch:
         return RowTrees(commit, commit, None)
     try:
-        made = await cache.apply(row, commit, row.patch)
+        made = await cache.apply_patch(row, commit, row.patch)
         return RowTrees(commit, made, commit) if row.kind is RowKind.SMITH else RowTrees(commit, commit, made)
     except unified_diff.DiffError as problem:
         if row.kind is RowKind.SMITH:
             with suppress(unified_diff.DiffError):
-                return RowTrees(commit, commit, await cache.apply(row, commit, row.patch, backwards=True))
+                return RowTrees(commit, commit, await cache.apply_patch(row, commit, row.patch, backwards=True))
         raise TaskError(f"{row.instance_id}: its patch does not match {row.base_commit}: {problem}") from None
 
 
@@ -181,18 +181,18 @@ async def test_files(cache: RepositoryCache, row: SweRow) -> TreeFiles:
     `test_patch` changes, and all test files of another row in another language than Python. Raises `TaskError`."""
     paths = set(row.test_files)
     if row.kind is RowKind.BENCH:
-        _, commit = await cache.locate(row)
+        _, commit = await cache.locate_commit(row)
         try:
-            changed = await cache.difference(row, commit, await cache.apply(row, commit, row.test_patch))
+            changed = await cache.difference(row, commit, await cache.apply_patch(row, commit, row.test_patch))
         except unified_diff.DiffError as problem:
             raise TaskError(f"{row.instance_id}: its test_patch does not match {row.base_commit}: {problem}") from None
-        return {**await cache.files(row, paths), **changed}
+        return {**await cache.read_files(row, paths), **changed}
     if row.recipe is not None:
         language = row.recipe.language
         paths.update(
             path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
         )
-    return await cache.files(row, paths)
+    return await cache.read_files(row, paths)
 
 
 def _naming(names: Sequence[str], texts: Mapping[str, str]) -> list[str]:
@@ -210,7 +210,7 @@ async def with_other_tests(
     paths = [
         path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
     ]
-    others = _texts_by_path(await cache.files(row, paths)) if lost else {}
+    others = _texts_by_path(await cache.read_files(row, paths)) if lost else {}
     return {**{path: others[path] for path in _naming(lost, others)}, **tests}
 
 
@@ -424,7 +424,7 @@ async def replace_work(
     changed = [path for path in changed if not path.endswith("/")]
     for path in changed:
         await slot.remove(f"{repo_dir}/{path}")
-    await write_files(slot, repo_dir, await cache.files(row, changed) if changed else {})
+    await write_files(slot, repo_dir, await cache.read_files(row, changed) if changed else {})
     for folder in sorted(folders, reverse=True):  # inner directories first
         place = f"{repo_dir}/{folder.rstrip('/')}"
         entry = await slot.stat(place)

@@ -25,7 +25,13 @@ from palaestra.rollouts.grading.tampering import is_below, paths_in
 from palaestra_slots.core.errors import GraderError
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_suites.grading.harness import TestRun, content_of
-from palaestra_suites.terminal_bench.verifier import GradedViews, VerifierSetup, run_with_tests, test_files, verify
+from palaestra_suites.terminal_bench.verifier import (
+    GradedViews,
+    VerifierSetup,
+    run_verifier,
+    run_with_tests,
+    test_files,
+)
 from palaestra_suites.terminal_bench.verifier_files import ALWAYS_HIDDEN
 
 _MOST_WATCHED, _MOST_BYTES, _MOST_READ = 100, 1 << 16, 3
@@ -161,7 +167,7 @@ async def _one_answer_is_enough(path: str, setup: VerifierSetup, solved: GradedV
     with suppress(GraderError):
         async with solved() as slot:
             if await _answer_once(slot, path):
-                return (await verify(slot, setup, alone=True, watched=False)).reward > 0
+                return (await run_verifier(slot, setup, alone=True, watched=False)).reward > 0
             return True
     return False
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON, Limits
 from palaestra_slots.images.dockerfile import ImageRecipe
-from palaestra_slots.images.task_files import Unsupported, read_text, read_yaml_file
+from palaestra_slots.images.task_files import Unsupported, read_task_text, read_yaml_file
 from palaestra_suites.terminal_bench.compose_values import (
     check_values,
     env_file,
     interpolated,
-    number,
     pairs,
+    positive_number,
     seconds,
     size_bytes,
     words,
@@ -328,7 +328,7 @@ class _Reader:
             path = self._inside(str(entry.get("path") or ""), f"{where}.env_file")
             if not path.is_file() and entry.get("required") is False:
                 continue
-            text = read_text(path, max_bytes=_MOST_ENV_BYTES)
+            text = read_task_text(path, max_bytes=_MOST_ENV_BYTES)
             self._env_left -= len(text)
             if self._env_left < 0:
                 raise TaskError(f"{COMPOSE_NAME}: its `env_file` entries have more than {_MOST_ENV_BYTES >> 20} MiB")
@@ -511,7 +511,7 @@ def _health_check(value: JSON, where: str) -> HealthCheck | None:
         argv,
         interval_s=time("interval", usual.interval_s),
         timeout_s=time("timeout", usual.timeout_s),
-        retries=int(number(fields.get("retries") or usual.retries, f"{where}.retries")),
+        retries=int(positive_number(fields.get("retries") or usual.retries, f"{where}.retries")),
         start_s=time("start_period", usual.start_s),
     )
 
@@ -556,9 +556,9 @@ def _service_limits(fields: Mapping[str, JSON], where: str, default: Limits) -> 
         if memory not in (None, 0, "0"):
             found = replace(found, memory_bytes=size_bytes(memory, f"{where}: the limit of memory"))
         if cpus not in (None, 0, "0"):
-            found = replace(found, cpus=number(cpus, f"{where}: the limit of cpus"))
+            found = replace(found, cpus=positive_number(cpus, f"{where}: the limit of cpus"))
         if pids not in (None, 0, -1):
-            found = replace(found, pids=int(number(pids, f"{where}: the limit of pids")))
+            found = replace(found, pids=int(positive_number(pids, f"{where}: the limit of pids")))
     except ValueError as error:
         raise TaskError(f"{COMPOSE_NAME}: {error}") from None
     return found

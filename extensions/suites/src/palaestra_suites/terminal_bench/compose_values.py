@@ -106,7 +106,7 @@ def size_bytes(value: JSON, key: str) -> int:
     return int(min(float(match[1]), 2.0**53) * 1024 ** _POWERS[match[2].lower()])
 
 
-def number(value: JSON, key: str) -> float:
+def positive_number(value: JSON, key: str) -> float:
     """Return a number above 0, which may be written as text. Raises `TaskError`."""
     try:
         found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else 0.0

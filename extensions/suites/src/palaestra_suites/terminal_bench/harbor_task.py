@@ -27,7 +27,7 @@ from pathlib import Path
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON, AllowList, Limits, Network
 from palaestra_slots.images.dockerfile import ImageRecipe
-from palaestra_slots.images.task_files import TypedFields, Unsupported, read_text, read_toml_file
+from palaestra_slots.images.task_files import TypedFields, Unsupported, read_task_text, read_toml_file
 from palaestra_suites.terminal_bench.compose import COMPOSE_NAME, read_services, single_service
 from palaestra_suites.terminal_bench.service import MAIN, HealthCheck, Service
 from palaestra_suites.terminal_bench.terminal_task import (
@@ -229,7 +229,7 @@ def _asks_for_nothing(value: JSON) -> bool:
 
 
 def _instruction(path: Path) -> str:
-    text = read_text(path)
+    text = read_task_text(path)
     if not text.strip():
         raise TaskError("instruction.md is empty")
     return text

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra_slots.images.requirements import check_requirements
-from palaestra_slots.images.task_files import read_text
+from palaestra_slots.images.task_files import read_task_text
 from palaestra_suites.terminal_bench.terminal_task import TaskStep, TerminalTask
 
 PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "wheel", "pluggy", "iniconfig"})
@@ -123,8 +123,10 @@ def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
 
 def _read_script(task: TerminalTask) -> OfflineScript:
     name, files = task.verifier.script, task.verifier.files()
-    text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 has the script next to the folder
-    others = {each: read_text(found) for each, found in files.items() if each.endswith(".sh")}
+    text = read_task_text(
+        files.pop(name, task.verifier.folder / name)
+    )  # Terminal-Bench 1 has the script next to the folder
+    others = {each: read_task_text(found) for each, found in files.items() if each.endswith(".sh")}
     script = with_others(offline(text), others)
     check_requirements(script.requirements)
     # In Terminal-Bench 1, the only verdict is pytest's.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from palaestra_slots.core.errors import GraderError
-from palaestra_slots.core.types import JSON, Score, number, numbers
+from palaestra_slots.core.types import JSON, Score, number, numeric_values
 from palaestra_suites.terminal_bench.terminal_task import FINAL, TaskStep, TerminalTask
 
 REWARD = "reward"
@@ -86,7 +86,7 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
         for step, score in zip(task.steps, scores, strict=False)
         for label in score.labels
     ]
-    return Score(single(rewards), {**numbers(detail), **metrics}, detail, single(official), labels)
+    return Score(single(rewards), {**numeric_values(detail), **metrics}, detail, single(official), labels)
 
 
 def _reward_text(data: bytes, name: str) -> str:

@@ -107,7 +107,7 @@ async def copy_artifacts(slot: Slot, artifacts: Sequence[Artifact], folder: Path
     return Collected(copies, left_out[:50], late)
 
 
-def joined(first: Collected, then: Collected) -> Collected:
+def join_artifacts(first: Collected, then: Collected) -> Collected:
     """Return the artifacts of the agent's slot and then those of the services. If two belong at the same place, or one
     below the other, the first counts."""
     copies, left_out = list(first.copies), [*first.left_out]

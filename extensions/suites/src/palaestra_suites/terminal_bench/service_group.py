@@ -32,7 +32,7 @@ from palaestra_slots.images.task_files import Unsupported
 from palaestra_slots.images.task_root import TaskRoot
 from palaestra_slots.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra_slots.sandbox.transfer import upload_dir
-from palaestra_suites.terminal_bench.separate_verifier import Collected, copy_artifacts, joined, run_hooks
+from palaestra_suites.terminal_bench.separate_verifier import Collected, copy_artifacts, join_artifacts, run_hooks
 from palaestra_suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
 from palaestra_suites.terminal_bench.terminal_task import Artifact, CollectHook
 
@@ -148,7 +148,7 @@ class ServicePlan:
         return replace(self.joined(spec), group=GroupAddress("", self.numbers[MAIN], len(self.services) + spare))
 
 
-async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
+async def set_up_service(slot: Slot, plan: ServicePlan, name: str) -> None:
     """Put the files that the compose file mounts, the directories, and the names of the other services into a slot.
     Raises `PrepareError`."""
     each = plan.services[name]
@@ -336,7 +336,7 @@ class ServiceGroup:
                 )
             except SlotEnded:  # which the agent may have brought about
                 own = Collected((), [f"the service {name} has ended its own sandbox"])
-            found = joined(found, own)
+            found = join_artifacts(found, own)
         return Evidence(found, problems, await self.report())
 
     async def report(self) -> dict[str, JSON]:
@@ -404,7 +404,7 @@ async def prepared_files(rollout: Rollout, plan: ServicePlan, name: str, spec: S
         built = await workspaces.shared(each.root.build_key, lambda: sealed_after(rollout, spec, None, build))
 
     async def fill(slot: Slot) -> None:
-        await set_up(slot, plan, name)
+        await set_up_service(slot, plan, name)
 
     return await workspaces.shared(_service_key(rollout, name), lambda: sealed_after(rollout, spec, built, fill))
 

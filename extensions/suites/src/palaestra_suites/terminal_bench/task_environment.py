@@ -51,7 +51,7 @@ from palaestra_slots.images.as_user import UserSlot, is_root
 from palaestra_slots.images.image_builder import ImageBuilder
 from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
 from palaestra_slots.images.slot_commands import check_execute
-from palaestra_slots.images.task_files import read_bytes, read_text
+from palaestra_slots.images.task_files import read_task_bytes, read_task_text
 from palaestra_slots.images.task_images import TaskImages
 from palaestra_slots.images.task_root import TaskRoot, TaskRoots
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
@@ -74,7 +74,7 @@ from palaestra_suites.terminal_bench.service_group import (
     ServicePlan,
     drop_lost,
     prepared_files,
-    set_up,
+    set_up_service,
     started_by_image,
     wait_healthy,
 )
@@ -238,7 +238,7 @@ class TaskEnvironment(ListedEnvironment):
         found = await self._look_up(task, sandbox)
         await start_in(sandbox, work.workdir, AGENT_LOGS, VERIFIER_LOGS)
         if work.plan is not None:
-            await set_up(sandbox, work.plan, MAIN)
+            await set_up_service(sandbox, work.plan, MAIN)
         self._prepared[task.id] = found
 
     async def _look_up(self, task: Task, sandbox: Slot) -> PreparedSlot:
@@ -326,10 +326,10 @@ def _task_texts(parts: Sequence[GradedPart]) -> Iterator[str]:
         yield task.instruction
         for name, path in task.verifier.files().items():
             if path.is_file() and name != script_name(task) and _is_short(path):
-                yield read_text(path, "replace")
+                yield read_task_text(path, "replace")
         yield part.script.text
         if task.solution is not None:
-            yield read_text(task.solution.folder / task.solution.script, "replace")
+            yield read_task_text(task.solution.folder / task.solution.script, "replace")
 
 
 def _is_short(path: Path) -> bool:
@@ -543,7 +543,7 @@ def _script_name(solution: SolutionScript) -> str:
 
 
 def _script_contents(solution: SolutionScript) -> dict[str, bytes]:
-    found = {name: read_bytes(solution.folder / name) for name in (solution.script, *solution.files)}
+    found = {name: read_task_bytes(solution.folder / name) for name in (solution.script, *solution.files)}
     if solution.script.endswith(".yaml"):
         lines = terminal_bench_1.commands(solution.folder / solution.script)
         found = {_script_name(solution): "".join(f"{line}\n" for line in lines).encode()}

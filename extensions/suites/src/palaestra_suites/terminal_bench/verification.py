@@ -30,7 +30,7 @@ from palaestra.rollouts.grading.tampering import (
 from palaestra.rollouts.rollout import Rollout
 from palaestra_slots.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra_slots.core.io.temporary_folder import TemporaryFolder
-from palaestra_slots.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
+from palaestra_slots.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numeric_values
 from palaestra_slots.images.as_user import acting_as, home_of
 from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
 from palaestra_slots.images.task_root import TaskRoot
@@ -44,7 +44,7 @@ from palaestra_suites.images.pytest_toolchain import (
 )
 from palaestra_suites.task_paths import TaskScope
 from palaestra_suites.terminal_bench.offline_script import GradedPart
-from palaestra_suites.terminal_bench.separate_verifier import copy_artifacts, joined, put, run_hooks
+from palaestra_suites.terminal_bench.separate_verifier import copy_artifacts, join_artifacts, put, run_hooks
 from palaestra_suites.terminal_bench.service import MAIN
 from palaestra_suites.terminal_bench.service_group import (
     ServiceGroup,
@@ -67,8 +67,8 @@ from palaestra_suites.terminal_bench.verifier import (
     VerifierSetup,
     VerifierVerdict,
     falsified,
+    run_verifier,
     test_files,
-    verify,
 )
 from palaestra_suites.terminal_bench.verifier_files import (
     ALWAYS_HIDDEN,
@@ -299,7 +299,7 @@ class Verification:
             slot = await self._grading.slot(View())
             own = [each for each in environment.artifacts if each.service == MAIN]
             collected = await copy_artifacts(slot, own, folder.path)
-            collected = collected if beside is None else joined(collected, beside.collected)
+            collected = collected if beside is None else join_artifacts(collected, beside.collected)
             self._grading.note(NOT_EXAMINED, collected.late)
             await self._grading.restart()  # a rollout that holds one slot must not wait for a second
 
@@ -419,7 +419,7 @@ class Verification:
         setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
-            verdict = await verify(slot, setup, alone=alone, watched=watched)
+            verdict = await run_verifier(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
         found = Checked(verdict, verdict.labels)
         solved = self._part.step is None and prepared is None and self._rollout.task.solution
@@ -428,11 +428,11 @@ class Verification:
             with suppress(GraderError):
                 async with reference() as slot:
                     patient = replace(setup, timeout_s=enough_time(setup.timeout_s))  # load must not decide
-                    shown = await verify(slot, patient, alone=alone)
+                    shown = await run_verifier(slot, patient, alone=alone)
                 labels = verdict.labels_beside(shown) if shown.reward > 0 else list(verdict.labels)
                 if reads_of_tests(verdict.opened, shown.opened):  # tracebacks of the work show lines of its callers
                     async with views() as slot:
-                        blank = await verify(slot, replace(patient, blank=True), alone=alone)
+                        blank = await run_verifier(slot, replace(patient, blank=True), alone=alone)
                     if blank.reward > 0 and not reads_of_tests(blank.opened, shown.opened):
                         labels = [label for label in labels if label.name != "tests_read"]
                 found = replace(found, labels=labels)
@@ -479,7 +479,7 @@ class Verification:
                     Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
                 )
         detail |= {"rewards": dict(rewards), "official_rewards": dict(own.rewards)}
-        return Score(reward, {**numbers(detail), **rewards}, detail, official=own.reward, labels=labels)
+        return Score(reward, {**numeric_values(detail), **rewards}, detail, official=own.reward, labels=labels)
 
     async def _view(self) -> View:
         """Return the guarded view of the work."""
@@ -588,7 +588,7 @@ class Verification:
         scratch = [f"{CARRIED}{path}" for path in only if is_below(path, SCRATCH)]
         async with self._view_slot(View((*only, *scratch), view.without)) as slot:
             try:
-                return (await verify(slot, setup, alone=True, watched=False)).reward < reward
+                return (await run_verifier(slot, setup, alone=True, watched=False)).reward < reward
             except TestsTimedOut:  # a busy machine must not decide
                 return False
             except GraderError:

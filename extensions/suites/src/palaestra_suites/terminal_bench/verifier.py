@@ -30,7 +30,7 @@ from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra_slots.core.errors import GraderError, InfraError
 from palaestra_slots.core.types import JSON, Label
 from palaestra_slots.images.as_user import as_user
-from palaestra_slots.images.task_files import read_text
+from palaestra_slots.images.task_files import read_task_text
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_suites.grading.copied_answers import copied_answers, python_texts
 from palaestra_suites.grading.falsified import Controlled, control
@@ -150,7 +150,7 @@ class VerifierVerdict:
         return found
 
 
-async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool = True) -> VerifierVerdict:
+async def run_verifier(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool = True) -> VerifierVerdict:
     """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
     script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
@@ -215,7 +215,7 @@ async def falsified(
             texts = await python_texts(before, work)
         solution = task.solution
         paths = [] if solution is None else [solution.folder / name for name in (solution.script, *solution.files)]
-        return [task.instruction, *texts.values(), *(read_text(path, "replace") for path in paths)]
+        return [task.instruction, *texts.values(), *(read_task_text(path, "replace") for path in paths)]
 
     texts = {path: text for path, (_, text) in files.items()}
     async with views() as fork:
@@ -267,7 +267,7 @@ def skipped_tests(task: TerminalTask, run: TestRun) -> list[str]:
 def test_files(task: TerminalTask) -> dict[str, str]:
     """Return the Python files of a verifier by their path below its folder."""
     files = task.verifier.files().items()
-    return {name: read_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
+    return {name: read_task_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
 
 
 def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, tuple[str, str]]:

@@ -88,14 +88,14 @@ def test_a_row_may_bring_its_repository(tmp_path: Path, source: Path) -> None:
 async def test_a_branch_can_be_the_commit(tmp_path: Path, source: Path) -> None:
     git(source, "branch", "owner__name.bug__1", "HEAD~1")
     cache = RepositoryCache(tmp_path / "cache", str(tmp_path / "hub"))
-    assert (await cache.locate(row("owner__name.bug__1")))[1] == git(source, "rev-parse", "HEAD~1")
+    assert (await cache.locate_commit(row("owner__name.bug__1")))[1] == git(source, "rev-parse", "HEAD~1")
 
 
 def test_an_unknown_commit_is_the_rows_fault_and_an_unreachable_source_the_worlds(tmp_path: Path, source: Path) -> None:
     with pytest.raises(TaskError, match="has no commit"):
-        asyncio.run(RepositoryCache(tmp_path / "one", str(tmp_path / "hub")).locate(row("0" * 40)))
+        asyncio.run(RepositoryCache(tmp_path / "one", str(tmp_path / "hub")).locate_commit(row("0" * 40)))
     with pytest.raises(PrepareError, match="cannot fetch"):
-        asyncio.run(RepositoryCache(tmp_path / "two", str(tmp_path / "none")).locate(row("0" * 40)))
+        asyncio.run(RepositoryCache(tmp_path / "two", str(tmp_path / "none")).locate_commit(row("0" * 40)))
 
 
 @pytest.mark.parametrize("url", ["ext::sh -c id", "ssh://host", "relative/path", "--upload-pack=x"])

@@ -103,8 +103,8 @@ class Trees:
 
     def changed(self, patch: str, *, backwards: bool = False) -> TreeFiles:
         async def made() -> TreeFiles:
-            _, commit = await self.cache.locate(self.row)
-            tree = await self.cache.apply(self.row, commit, patch, backwards=backwards)
+            _, commit = await self.cache.locate_commit(self.row)
+            tree = await self.cache.apply_patch(self.row, commit, patch, backwards=backwards)
             return await self.cache.difference(self.row, commit, tree)
 
         return asyncio.run(made())

@@ -17,7 +17,7 @@ import pytest
 from golden_messages import check_message
 from palaestra.cli.main import main
 from palaestra_slots.core.errors import ConfigError, TaskError
-from palaestra_slots.images.task_files import read_text
+from palaestra_slots.images.task_files import read_task_text
 from palaestra_suites.terminal_bench.find_tasks import load_tasks
 from palaestra_suites.terminal_bench.import_tasks import read_tasks
 from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
@@ -192,7 +192,7 @@ def test_no_file_of_a_task_is_read_through_a_link(tmp_path: Path, name: str) -> 
     loaded = load_tasks(str(folder), tmp_path / "cache")
     if name.startswith("environment"):  # the build context is read when the task is prepared
         with pytest.raises(TaskError, match="link"):
-            read_text(loaded.tasks[0].recipe.folder / "Dockerfile")
+            read_task_text(loaded.tasks[0].recipe.folder / "Dockerfile")
     else:
         assert "link" in loaded.left_out[0].reason
 

@@ -20,7 +20,7 @@ from palaestra.tools.tool import ToolMistake
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.extras import install_command
 from palaestra_slots.core.types import JSON
-from palaestra_toolsets.json_client import JsonServer, rows, text
+from palaestra_toolsets.json_client import JsonServer, objects_at, text
 from palaestra_toolsets.settings import ToolsetSettings
 
 
@@ -71,7 +71,7 @@ class _Provider:
         fields that may have its extract; the first one with text is used."""
         return [
             SearchResult(text(row, "title"), text(row, url), text(row, *description))
-            for row in rows(self.server, reply, *path)
+            for row in objects_at(self.server, reply, *path)
         ]
 
 
@@ -86,10 +86,12 @@ class Tavily(_Provider):
         reply = await self.server.post("/extract", {"urls": list(urls), "format": "markdown"})
         done = {
             text(row, "url"): WebPage(text(row, "url"), text(row, "title"), text(row, "raw_content"))
-            for row in rows(self.server, reply, "results")
+            for row in objects_at(self.server, reply, "results")
         }
         return _in_order(
-            urls, done, {text(row, "url"): text(row, "error") for row in rows(self.server, reply, "failed_results")}
+            urls,
+            done,
+            {text(row, "url"): text(row, "error") for row in objects_at(self.server, reply, "failed_results")},
         )
 
 
@@ -101,16 +103,18 @@ class Exa(_Provider):
         reply = await self.server.post("/search", {"query": query, "numResults": limit, "contents": contents})
         return [
             SearchResult(text(row, "title"), text(row, "url"), _highlights(row))
-            for row in rows(self.server, reply, "results")
+            for row in objects_at(self.server, reply, "results")
         ]
 
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
         reply = await self.server.post("/contents", {"urls": list(urls), "text": True})
         done: dict[str, WebPage] = {}
-        for row in rows(self.server, reply, "results"):
+        for row in objects_at(self.server, reply, "results"):
             page = WebPage(text(row, "url"), text(row, "title"), text(row, "text"))
             done |= {text(row, "url"): page, text(row, "id"): page}
-        return _in_order(urls, done, {text(row, "id"): _exa_error(row) for row in rows(self.server, reply, "statuses")})
+        return _in_order(
+            urls, done, {text(row, "id"): _exa_error(row) for row in objects_at(self.server, reply, "statuses")}
+        )
 
 
 class Brave(_Provider):

@@ -342,7 +342,7 @@ class TrainerConnection:
                 self._note(f"the trainer has completed its {standing.num_steps} steps")
             self.changed.notify_all()
 
-    async def leave(self) -> None:
+    async def disconnect(self) -> None:
         """Disconnect if the server is reachable, so that the server no longer gives this environment a weight."""
         if self.current is not None:
             try:

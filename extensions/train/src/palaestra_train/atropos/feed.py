@@ -262,5 +262,5 @@ async def feeding(
                 each.cancel()
     finally:
         if feed is not None:
-            await feed.connection.leave()
+            await feed.connection.disconnect()
         await client.aclose()

@@ -51,7 +51,7 @@ class FutureAnswer:
         return cls.of({"error": message, "category": category})
 
 
-def failed(error: Exception) -> FutureAnswer:
+def failure_answer(error: Exception) -> FutureAnswer:
     """Return the answer for an accepted request that failed: the SDK shows it and does not send the request again."""
     if isinstance(error, UserError):
         return FutureAnswer.failure(str(error), "user")

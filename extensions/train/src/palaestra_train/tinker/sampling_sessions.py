@@ -21,7 +21,7 @@ from palaestra_tokens.engine import Sampled
 from palaestra_tokens.tokenizers import Tokenizer, load_tokenizer
 from palaestra_train.tinker.checkpoints import Checkpoint, CheckpointFolder
 from palaestra_train.tinker.client_sessions import ClientSessions, NotFound
-from palaestra_train.tinker.futures import Busy, FutureAnswer, Futures, PendingRequest, failed
+from palaestra_train.tinker.futures import Busy, FutureAnswer, Futures, PendingRequest, failure_answer
 from palaestra_train.tinker.model import BaseModel, UserError
 from palaestra_train.tinker.sampler import Sampler
 from palaestra_train.tinker.wire import Recorded, SamplingCall, read_sampling, sample_output
@@ -233,7 +233,7 @@ class SamplingSessions:
             self._futures.finish(pending, FutureAnswer.failure("The request was cancelled.", "user"))
             raise
         except Exception as error:
-            answer = failed(error)
+            answer = failure_answer(error)
         finally:
             self._rows -= count
         self._futures.finish(pending, answer)

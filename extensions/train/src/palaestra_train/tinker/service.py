@@ -21,7 +21,7 @@ from palaestra_slots.core.clock import Clock
 from palaestra_slots.core.types import JSON
 from palaestra_train.tinker.checkpoints import CheckpointFolder, CheckpointPath, checked_name
 from palaestra_train.tinker.client_sessions import ClientSession, ClientSessions, NotFound
-from palaestra_train.tinker.futures import FutureAnswer, Futures, PendingRequest, failed
+from palaestra_train.tinker.futures import FutureAnswer, Futures, PendingRequest, failure_answer
 from palaestra_train.tinker.model import Adam, BaseModel, LoraSettings, TrainedModel, UserError
 from palaestra_train.tinker.sampler import Sampler
 from palaestra_train.tinker.sampling_sessions import (
@@ -31,7 +31,7 @@ from palaestra_train.tinker.sampling_sessions import (
     SamplingSession,
     SamplingSessions,
 )
-from palaestra_train.tinker.wire import DatumBatch, batch_output, rows
+from palaestra_train.tinker.wire import DatumBatch, batch_output, checked_rows
 from palaestra_train.tinker.work import BackgroundWork
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class TinkerService:
                     self.sessions.open[session_id].models.append(model_id)
             answer = FutureAnswer.of({"type": kind, "model_id": model_id, **({} if path is None else {"path": path})})
         except Exception as error:
-            answer = failed(error)
+            answer = failure_answer(error)
         self.futures.finish(pending, answer)
 
     async def _free_place(self, session_id: str) -> None:
@@ -277,7 +277,7 @@ class TinkerService:
             try:
                 answer = await self._background.in_thread(partial(job.run, training.model))
             except Exception as error:
-                answer = failed(error)
+                answer = failure_answer(error)
             self.futures.finish(job.pending, answer)
 
     async def _next_job(self, training: ModelTraining) -> _Job:
@@ -313,7 +313,7 @@ class TinkerService:
             training = self.trainings.get(batch.model_id)
             try:
                 session_id = training.session_id if training else ""
-                checked = rows(
+                checked = checked_rows(
                     batch, self.base, lambda sequence_id: self.sampling.recorded.get(session_id, sequence_id)
                 )
                 result = model.batch(checked, batch.loss, batch.config, backward=not batch.forward_only)

@@ -69,11 +69,11 @@ def read_batch(body: bytes) -> DatumBatch:
         if value.WhichOneof("value") == "number":
             config[name] = value.number
         elif name not in config:
-            config[name] = math.nan  # the value is text, which no loss accepts, so `rows` refuses it
+            config[name] = math.nan  # the value is text, which no loss accepts, so `checked_rows` refuses it
     return DatumBatch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
 
 
-def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
+def checked_rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
     """Return the checked rows of a batch. `recorded` returns the recorded sequence with the given id, or raises
     `UserError`. Raises `UserError` for an invalid batch; the message names the invalid datum and input."""
     kind = LOSSES.get(batch.loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from palaestra.rollouts.annotations import ANNOTATION_SCHEMA, MOST_TAGS, Annotation, is_tag, problem
+from palaestra.rollouts.annotations import ANNOTATION_SCHEMA, MOST_TAGS, Annotation, annotation_problem, is_tag
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade
 from palaestra_slots.core.types import JSON
 from palaestra_view.imports.atif import labels_of
@@ -16,7 +16,7 @@ _NOBODY = "unknown"
 def annotations_of(value: JSON) -> list[Annotation]:
     """Return the lines that say what `Judgement.to_dict` returned, without a rollout's id. Parts that cannot be
     annotations are left out."""
-    return [each for each in _annotations(mapping_of(value)) if not problem(each)]
+    return [each for each in _annotations(mapping_of(value)) if not annotation_problem(each)]
 
 
 def _annotations(value: Mapping[str, JSON]) -> Iterator[Annotation]:

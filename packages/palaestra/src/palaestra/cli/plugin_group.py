@@ -63,7 +63,7 @@ class PluginGroup(click.Group):
 
 def _summary(point: EntryPoint) -> str:
     try:
-        return plugins.summary(point)
+        return plugins.entry_point_summary(point)
     except ConfigError as error:
         return f"({error})"
 

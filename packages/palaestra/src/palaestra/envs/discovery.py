@@ -107,7 +107,9 @@ def known_environments(start: Path) -> dict[str, KnownEnvironment]:
 
 def _installed(name: str, point: EntryPoint) -> KnownEnvironment:
     try:
-        return KnownEnvironment(name, plugins.source_file(point), plugins.origin(point), plugins.summary(point))
+        return KnownEnvironment(
+            name, plugins.source_file(point), plugins.origin(point), plugins.entry_point_summary(point)
+        )
     except ConfigError as error:
         return KnownEnvironment(name, None, plugins.origin(point), f"({error})")
 

@@ -116,7 +116,7 @@ def _add_line(found: Judgements, line: bytes) -> None:
     except UNREADABLE:
         found.damaged += 1
         return
-    if said.schema != ANNOTATION_SCHEMA or problem(said):
+    if said.schema != ANNOTATION_SCHEMA or annotation_problem(said):
         found.damaged += 1
         return
     found.by_rollout.setdefault(said.rollout_id, Judgement()).take(said)
@@ -145,7 +145,7 @@ def annotation(
         note=note.strip(),
         verdict=verdict,
     )
-    if wrong := problem(said):
+    if wrong := annotation_problem(said):
         raise ConfigError(wrong)
     if not (said.tags or said.untag or said.note or said.verdict):
         raise ConfigError("the annotation is empty: give it a tag, a note or a verdict")
@@ -157,7 +157,7 @@ def is_tag(text: str) -> bool:
     return _TAG.fullmatch(text) is not None
 
 
-def problem(said: Annotation) -> str:
+def annotation_problem(said: Annotation) -> str:
     """Return the reason why a line is not an annotation; empty if it is one."""
     for tag in (*said.tags, *said.untag):
         if not is_tag(tag):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.rollouts.recorded_tools.recorded_session import call_key, failed, with_defaults
+from palaestra.rollouts.recorded_tools.recorded_session import call_key, reports_failure, with_defaults
 from palaestra_slots.core.types import JSON
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -46,7 +46,7 @@ def test_defaults_stand_for_what_was_left_out() -> None:
 
 
 def test_a_reply_says_whether_it_failed() -> None:
-    assert failed({"error": "no"})
-    assert not failed({"error": None})
-    assert not failed({"output": "error"})
-    assert not failed("error")
+    assert reports_failure({"error": "no"})
+    assert not reports_failure({"error": None})
+    assert not reports_failure({"output": "error"})
+    assert not reports_failure("error")

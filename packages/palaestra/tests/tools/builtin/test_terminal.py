@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from golden_messages import check_message
-from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES, MAX_KEPT_BYTES, MAX_OUTPUT_CHARS, clamp_timeout, cut
+from palaestra.tools.builtin.terminal import (
+    MAX_COMMAND_BYTES,
+    MAX_KEPT_BYTES,
+    MAX_OUTPUT_CHARS,
+    clamp_timeout,
+    cut_output,
+)
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
@@ -127,7 +133,7 @@ def test_time_limits_stay_within_what_a_call_may_ask_for(asked: float, given: fl
 
 @pytest.mark.parametrize("text", ["\0" * 60_000, "\0" * 30_000, "\x1b[31m\x01" * 20_000, '"' * 60_000, "\n" * 120_000])
 def test_a_cut_output_is_bounded_as_it_is_sent_and_never_repeats_text(text: str) -> None:
-    shown = cut(text, f"{len(text)} characters")
+    shown = cut_output(text, f"{len(text)} characters")
     assert len(json.dumps(shown, ensure_ascii=False)) <= 2 * MAX_OUTPUT_CHARS + 200
     assert sum(shown.count(character) for character in set(text) - {"\n"}) <= len(text) + 100
 
@@ -145,4 +151,4 @@ def test_output_of_control_characters_is_cut_and_saved(at_desk: AtDesk) -> None:
 
 
 def test_a_cut_output_fills_its_bound_exactly() -> None:
-    assert len(cut("x" * 60_000, "60000 characters")) == MAX_OUTPUT_CHARS
+    assert len(cut_output("x" * 60_000, "60000 characters")) == MAX_OUTPUT_CHARS

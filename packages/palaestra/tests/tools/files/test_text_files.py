@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.tools.files.text_files import decode, is_binary
+from palaestra.tools.files.text_files import decode_file, is_binary
 
 
 @given(st.binary() | st.lists(st.sampled_from([b"a", b"\r\n", b"\n", b"\r", b"\xef\xbb\xbf", b"\xe9"])).map(b"".join))
 def test_decoding_and_encoding_give_the_same_bytes(data: bytes) -> None:
-    assert decode(data).encode() == data
+    assert decode_file(data).encode() == data
 
 
 def test_crlf_files_are_edited_with_plain_line_ends() -> None:
-    file = decode(b"\xef\xbb\xbfa\r\nb\r\n")
+    file = decode_file(b"\xef\xbb\xbfa\r\nb\r\n")
     assert file.text == "a\nb\n"
     assert file.with_text("a\nc\nd\n").encode() == b"\xef\xbb\xbfa\r\nc\r\nd\r\n"
 
 
 @pytest.mark.parametrize("data", [b"a\r\nb\n", b"a\rb\r\n"])
 def test_mixed_line_ends_are_left_alone(data: bytes) -> None:
-    assert decode(data).text.encode() == data
+    assert decode_file(data).text.encode() == data
 
 
 def test_nul_makes_a_file_binary() -> None:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from palaestra_slots.core.errors import ConfigError, PalaestraError
-from palaestra_slots.core.redaction import remember
+from palaestra_slots.core.redaction import remember_secret
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Settings(BaseModel):
                 self.__dict__.update({name: given[name] for name in given.keys() - values if name in old_settings()})
             for name in filter(is_secret, type(self).model_fields):
                 value = getattr(self, name)
-                remember(value if isinstance(value, str) else None)
+                remember_secret(value if isinstance(value, str) else None)
             for part, own in parts.items():
                 made = part(**own)
                 self.__dict__.update({name: getattr(made, name) for name in own})
@@ -330,7 +330,7 @@ def sent_secret(text: str | None, name: str) -> str | None:
     secret = (text or "").strip()
     if not secret.isprintable():
         raise ConfigError(f"{name} contains a control character, such as a newline. Remove it: headers cannot hold it")
-    remember(secret)
+    remember_secret(secret)
     return secret or None
 
 

@@ -1,9 +1,9 @@
 """Replaces secrets in text that is written or shown: keys in addresses, headers, arguments and messages. Does no I/O.
 
-This module finds the secrets that Palaestra was given (`remember`), and recognises further secrets by their position
-(user and key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the formats of well-known keys. Any
-other secret that looks like an ordinary word is not found. Use this module for settings and error texts; the texts of
-models and tools are data and stay unchanged.
+This module finds the secrets that Palaestra was given (`remember_secret`), and recognises further secrets by their
+position (user and key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the formats of well-known keys.
+Any other secret that looks like an ordinary word is not found. Use this module for settings and error texts; the texts
+of models and tools are data and stay unchanged.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _known_pattern: re.Pattern[str] | None = None
 _WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
-def remember(secret: str | None) -> None:
+def remember_secret(secret: str | None) -> None:
     """Make `redacted` hide this secret from now on. A secret of fewer than 4 characters, or a word of letters with
     fewer than 16 characters (`EMPTY`, `not-needed`), is ignored. Of all other secrets, only the latest 256 are
     hidden."""
@@ -115,10 +115,10 @@ def remember(secret: str | None) -> None:
 
 
 def remember_named(values: Mapping[str, str]) -> None:
-    """Call `remember` for the values whose names mark them as secrets, such as values of headers or variables."""
+    """Call `remember_secret` for the values whose names mark them as secrets, such as headers or variables."""
     for name, value in values.items():
         if re.fullmatch(_NAMES, name, re.IGNORECASE):
-            remember(value.rpartition(" ")[2])
+            remember_secret(value.rpartition(" ")[2])
 
 
 def _forms(secret: str) -> list[str]:

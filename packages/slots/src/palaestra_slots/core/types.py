@@ -90,10 +90,10 @@ class NetworkPolicy:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            object.__setattr__(self, each.name, network(getattr(self, each.name)))
+            object.__setattr__(self, each.name, parse_network(getattr(self, each.name)))
 
 
-def network(value: JSON) -> Network | AllowList:
+def parse_network(value: JSON) -> Network | AllowList:
     """Return the network that a value stands for. Raises ValueError."""
     if isinstance(value, AllowList):
         return value
@@ -288,6 +288,6 @@ def number(value: object) -> float | None:
         return None
 
 
-def numbers(values: Mapping[str, JSON]) -> dict[str, float]:
+def numeric_values(values: Mapping[str, JSON]) -> dict[str, float]:
     """Return the values that are numbers, as `number` reads them."""
     return {key: found for key, value in values.items() if (found := number(value)) is not None}

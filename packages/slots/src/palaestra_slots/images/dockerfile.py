@@ -17,7 +17,7 @@ from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra_slots.core.errors import TaskError
-from palaestra_slots.images.task_files import Unsupported, read_text
+from palaestra_slots.images.task_files import Unsupported, read_task_text
 from palaestra_slots.sandbox.images.reference import is_image_name, is_transport
 from palaestra_slots.sandbox.slot import is_variable
 
@@ -191,7 +191,7 @@ def parse_recipe(recipe: ImageRecipe) -> tuple[BuildStage, ...]:
         name = each.partition("=")[0]
         return shlex.quote(f"{name}={given[name]}" if name in given else each)
 
-    read = tuple(_instructions(read_text(recipe.dockerfile, "replace")))
+    read = tuple(_instructions(read_task_text(recipe.dockerfile, "replace")))
     found = _stages(
         tuple(
             replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
@@ -305,7 +305,7 @@ def follow(
     config: ImageConfig, arguments: dict[str, str], instruction: Instruction
 ) -> tuple[ImageConfig, dict[str, str]]:
     """Return the configuration and the build arguments after an instruction; most instructions change neither."""
-    known = variables(config, arguments)
+    known = known_variables(config, arguments)
     if instruction.name == "FROM":
         name = expand(instruction.arguments, known)
         # These base images set a working directory, which a stage inherits before its first WORKDIR.
@@ -336,7 +336,7 @@ def _program_arguments(instruction: Instruction) -> tuple[str, ...]:
     return ("/bin/sh", "-c", instruction.arguments) if instruction.arguments else ()
 
 
-def variables(config: ImageConfig, arguments: Mapping[str, str]) -> dict[str, str]:
+def known_variables(config: ImageConfig, arguments: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that an instruction can refer to."""
     return {"PATH": DEFAULT_PATH, **arguments, **config.env}
 

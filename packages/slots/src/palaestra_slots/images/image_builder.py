@@ -25,7 +25,7 @@ from palaestra_slots.core.io.host_process import ProcessResult, check_process, r
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON
 from palaestra_slots.images.dockerfile import ImageConfig, ImageRecipe, check_images
-from palaestra_slots.images.task_files import read_bytes, read_text
+from palaestra_slots.images.task_files import read_task_bytes, read_task_text
 from palaestra_slots.sandbox.images.reference import is_image_name
 from palaestra_slots.sandbox.images.unpack import stated_config
 from palaestra_slots.sandbox.slot import read_variables
@@ -124,7 +124,7 @@ class ImageBuilder:
 
     async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
         assert recipe.dockerfile is not None
-        check_images(read_text(recipe.dockerfile, "replace"))
+        check_images(read_task_text(recipe.dockerfile, "replace"))
         docker = Path(tool[0]).name == "docker"
         inspect = [*tool, "network", "inspect", "bridge"]
         # A daemon that runs with --bridge=none has no network for builds, and fails unless the build asks for none.
@@ -210,14 +210,14 @@ def content_key(recipe: ImageRecipe) -> str:
         if recipe.dockerfile != recipe.folder / "Dockerfile":
             digest.update(f"{recipe.dockerfile.relative_to(recipe.folder)}\0".encode())
         # Only to refuse a link: the loop would record where it points, and not what the tool builds from.
-        read_bytes(recipe.dockerfile)
+        read_task_bytes(recipe.dockerfile)
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode
             digest.update(f"{path.relative_to(recipe.folder)}\0{mode:o}\0".encode())
             if stat.S_ISLNK(mode):
                 digest.update(os.fsencode(os.readlink(path)))
             elif stat.S_ISREG(mode):
-                digest.update(hashlib.sha256(read_bytes(path)).digest())
+                digest.update(hashlib.sha256(read_task_bytes(path)).digest())
     return digest.hexdigest()[:32]
 
 

@@ -34,13 +34,13 @@ from palaestra_slots.images.dockerfile import (
     Instruction,
     expand,
     follow,
+    known_variables,
     needed,
     parse_recipe,
     stage_number,
-    variables,
 )
 from palaestra_slots.images.slot_commands import check_execute
-from palaestra_slots.images.task_files import Unsupported, read_text
+from palaestra_slots.images.task_files import Unsupported, read_task_text
 from palaestra_slots.sandbox.slot import Slot
 
 _CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR", "CMD", "ENTRYPOINT"})
@@ -91,7 +91,7 @@ async def _build(
     """Build one stage. `source` returns the slot of the stage from which an instruction copies."""
     arguments, shell, unreached = dict[str, str](), list(_SHELL), ""
     for each in stage.instructions:
-        known = variables(config, arguments)
+        known = known_variables(config, arguments)
         if each.name == "RUN":
             try:
                 output = await _run_instruction(slot, each, config, known, shell, recipe.build_timeout_s)
@@ -270,7 +270,7 @@ def _ignored(folder: Path) -> frozenset[str]:
     listed = folder / ".dockerignore"
     if not listed.is_file():
         return frozenset()
-    patterns = [line.strip().strip("/") for line in read_text(listed).splitlines()]
+    patterns = [line.strip().strip("/") for line in read_task_text(listed).splitlines()]
     return frozenset(n for n in os.listdir(folder) if any(fnmatch.fnmatch(n, p) for p in patterns if p))
 
 

@@ -35,7 +35,7 @@ class Unsupported(TaskError):
     """A well-formed task that needs a feature that slots lack."""
 
 
-def read_bytes(path: Path, max_bytes: int = 256 << 20) -> bytes:
+def read_task_bytes(path: Path, max_bytes: int = 256 << 20) -> bytes:
     """Return the bytes of a task's file, which must not be a link, a fifo or a device. Raises `TaskError`.
 
     Call `check_links` on the task's folder first: it rejects links on the path that point outside the folder.
@@ -49,10 +49,10 @@ def read_bytes(path: Path, max_bytes: int = 256 << 20) -> bytes:
         raise TaskError(f"{path.name} cannot be read: {problem}") from None
 
 
-def read_text(path: Path, errors: str = "strict", max_bytes: int = 16 << 20) -> str:
+def read_task_text(path: Path, errors: str = "strict", max_bytes: int = 16 << 20) -> str:
     """Return a UTF-8 file of a task, with lines that end with `\\n`. Raises `TaskError`."""
     try:
-        return io.TextIOWrapper(io.BytesIO(read_bytes(path, max_bytes)), encoding="utf-8", errors=errors).read()
+        return io.TextIOWrapper(io.BytesIO(read_task_bytes(path, max_bytes)), encoding="utf-8", errors=errors).read()
     except UnicodeDecodeError as error:
         raise TaskError(f"{path.name} cannot be read: {error}") from None
 
@@ -82,7 +82,7 @@ def _leads_inside(link: Path, root: Path) -> bool:
 
 def read_toml_file(path: Path) -> JSON:
     """Return the value of a TOML file. Raises `TaskError`."""
-    text = read_text(path, max_bytes=_MOST_CONFIG_BYTES)
+    text = read_task_text(path, max_bytes=_MOST_CONFIG_BYTES)
     try:
         return read_toml(text)
     except (ValueError, RecursionError) as error:
@@ -91,7 +91,7 @@ def read_toml_file(path: Path) -> JSON:
 
 def read_yaml_file(path: Path) -> JSON:
     """Return the value of a YAML file. Raises `TaskError`."""
-    text = read_text(path, max_bytes=_MOST_CONFIG_BYTES)
+    text = read_task_text(path, max_bytes=_MOST_CONFIG_BYTES)
     try:
         return read_yaml(text)
     except ValueError as error:

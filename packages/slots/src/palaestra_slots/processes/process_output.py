@@ -26,7 +26,7 @@ class OutputText:
     more: bool = False
 
 
-async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
+async def read_output_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
     """Return the text of at most `max_bytes` bytes of output, starting at `cursor`. `running` is true if the process
     was running before this call, so that more output may follow."""
     piece = await process.read(cursor, max_bytes=max_bytes)

@@ -113,7 +113,7 @@ class SessionTable:
         error if `task_id` is given; otherwise mark the slot's sessions as lost."""
         sessions = [session for session in self.of(task_id) if session_key in (None, session.session_key)]
 
-        async def refresh(session: ProcessSession) -> None:
+        async def refresh_session(session: ProcessSession) -> None:
             try:
                 await session.refresh()
             except SessionLost:
@@ -123,7 +123,7 @@ class SessionTable:
                     raise
                 session.lose(f"its slot is gone ({error})")
 
-        await asyncio.gather(*(refresh(session) for session in sessions))
+        await asyncio.gather(*(refresh_session(session) for session in sessions))
         return sessions
 
     async def make_room(self, task_id: str) -> None:

@@ -303,7 +303,9 @@ class ProcessSession:
         return {name: end.text[-chars:], "cursor": end.end}
 
     async def _new_output(self, status: ProcessStatus, since: int) -> Reply:
-        new = await process_output.read_text(self.reach(), since, max_bytes=MAX_NEW_BYTES, running=status.running)
+        new = await process_output.read_output_text(
+            self.reach(), since, max_bytes=MAX_NEW_BYTES, running=status.running
+        )
         reply: Reply = {"output": new.text, "cursor": new.end}
         if new.lost:
             reply["lost_bytes"] = new.lost

@@ -99,7 +99,7 @@ async def read(slot: Slot | None, request: ArtifactReadRequestPayload) -> Artifa
     return ArtifactReadResponsePayload(**found)
 
 
-async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
+async def list_entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
     """Return up to `max_entries` entries of a directory; those of each directory are sorted. A link is listed as an
     entry and is not followed."""
     found = await artifact_files.entries(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))

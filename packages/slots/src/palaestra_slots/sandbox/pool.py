@@ -686,7 +686,7 @@ class SlotPool:
         request = artifacts.ArtifactListRequestPayload(
             trajectory_id=slot.trajectory_id, path=path, recursive=recursive, max_entries=max_entries
         )
-        work = artifacts.entries(slot, request)
+        work = artifacts.list_entries(slot, request)
         return (await artifacts.or_error(work, artifacts.ArtifactListResponsePayload)).model_dump()
 
     async def archive_artifacts(

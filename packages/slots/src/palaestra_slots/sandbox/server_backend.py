@@ -19,7 +19,7 @@ from typing import Self
 
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra_slots.core.types import JSON, AllowList, Limits, Network
-from palaestra_slots.sandbox.isolation.self_test import explain, prove
+from palaestra_slots.sandbox.isolation.self_test import prove, with_remedy
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
@@ -182,7 +182,7 @@ class ServerBackend(StartedBackend):
         except (SandboxError, OSError) as error:
             self._never_ran = isinstance(error, SlotLost) and self._server is None
             await self.aclose()
-            return explain(str(error))
+            return with_remedy(str(error))
         except BaseException:
             await self.aclose()
             raise

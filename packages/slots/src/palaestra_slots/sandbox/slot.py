@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, overload
 
 from palaestra_slots.core.errors import ConfigError, InfraError
-from palaestra_slots.core.types import JSON, AllowList, Limits, Network, network
+from palaestra_slots.core.types import JSON, AllowList, Limits, Network, parse_network
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
@@ -225,7 +225,7 @@ class SlotSpec:
     copies: tuple[Mount, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "network", network(self.network))
+        object.__setattr__(self, "network", parse_network(self.network))
         if self.image:
             from palaestra_slots.sandbox.images.reference import check_image  # imported here, as most slots have none
 

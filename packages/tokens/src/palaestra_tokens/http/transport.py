@@ -164,7 +164,7 @@ class Transport:
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
         """Return the error for a status that a retry cannot change, and count it as a failure."""
         self.failures += 1
-        return refused(url, status, body, self.model)
+        return engine_refusal(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None, *, retry: RetryPolicy = AT_START) -> Response:
         """Send a request that fails within seconds if no server answers, for checks at startup. Raises
@@ -176,7 +176,7 @@ class Transport:
         refused."""
         response = await self.look("GET", url, retry=retry)
         if response.status in (401, 403):
-            raise refused(url, response.status, response.body, self.model)
+            raise engine_refusal(url, response.status, response.body, self.model)
         return response
 
     async def request(
@@ -486,7 +486,7 @@ def _error_message(value: JSON) -> str | None:
     return None if value is None else msgspec.json.encode(value).decode()
 
 
-def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
+def engine_refusal(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     said = server_says(body)
     if is_too_long(status, said):
         error = ContextExceeded(

@@ -153,7 +153,7 @@ def _finite(digits: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 
 
-def decode(text: str) -> JSON:
+def parse_json(text: str) -> JSON:
     """Return the JSON value of `text`, with white space allowed around it. Raises `Malformed`."""
     value, end = _decode_at(text, skip(text, 0))
     if skip(text, end) < len(text):
@@ -162,7 +162,7 @@ def decode(text: str) -> JSON:
 
 
 def decode_object(text: str) -> dict[str, JSON]:
-    value = decode(text)
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")
     return value
@@ -265,7 +265,7 @@ def typed(text: str, types: frozenset[str]) -> JSON:
     if name in types and "string" not in types:
         return printed
     try:
-        value = decode(text)
+        value = parse_json(text)
     except Malformed:
         if "string" in types or not types & {"array", "object"} or not text.lstrip().startswith(("[", "{")):
             return text

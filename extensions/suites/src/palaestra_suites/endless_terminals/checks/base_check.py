@@ -53,7 +53,7 @@ async def stat_or_none(slot: Slot, path: str) -> FileInfo | None:
         return None  # for example, a part of the path is a file and not a directory
 
 
-async def read_bytes(slot: Slot, path: str, max_bytes: int = MOST_BYTES) -> bytes:
+async def read_slot_bytes(slot: Slot, path: str, max_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file. Raises `UnreadableFile`."""
     try:
         return await slot.read_bytes(path, max_bytes=max_bytes)
@@ -63,10 +63,10 @@ async def read_bytes(slot: Slot, path: str, max_bytes: int = MOST_BYTES) -> byte
         raise UnreadableFile(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-async def read_text(slot: Slot, path: str, max_bytes: int = MOST_BYTES) -> str:
+async def read_slot_text(slot: Slot, path: str, max_bytes: int = MOST_BYTES) -> str:
     """Return the text of a UTF-8 file. Raises `UnreadableFile`."""
     try:
-        return (await read_bytes(slot, path, max_bytes)).decode()
+        return (await read_slot_bytes(slot, path, max_bytes)).decode()
     except UnicodeDecodeError:
         raise UnreadableFile(f"{path} is not UTF-8 text") from None
 

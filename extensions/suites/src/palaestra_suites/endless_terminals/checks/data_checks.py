@@ -12,7 +12,7 @@ import re
 from palaestra_slots.core.config import read_toml, read_yaml
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
-from palaestra_suites.endless_terminals.checks.base_check import BaseCheck, different, read_text, something_else
+from palaestra_suites.endless_terminals.checks.base_check import BaseCheck, different, read_slot_text, something_else
 
 _MOST_SLOW_BYTES = 1 << 16
 """The maximum size, in bytes, of a file whose format Python parses slowly."""
@@ -44,7 +44,7 @@ class Json(BaseCheck, frozen=True, tag="json"):
 
     async def fault(self, slot: Slot) -> str:
         try:
-            got = json.loads(await read_text(slot, self.path))
+            got = json.loads(await read_slot_text(slot, self.path))
         except (ValueError, RecursionError):
             return f"{self.path} is not JSON"
         return _difference(self.path, got, self.value)
@@ -56,7 +56,7 @@ class JsonLines(BaseCheck, frozen=True):
     values: list[JSON]
 
     async def fault(self, slot: Slot) -> str:
-        lines = [line for line in (await read_text(slot, self.path)).splitlines() if line.strip()]
+        lines = [line for line in (await read_slot_text(slot, self.path)).splitlines() if line.strip()]
         try:
             got = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ class Csv(BaseCheck, frozen=True):
     separator: str = ","
 
     async def fault(self, slot: Slot) -> str:
-        text = io.StringIO(await read_text(slot, self.path), newline="")
+        text = io.StringIO(await read_slot_text(slot, self.path), newline="")
         try:
             got = [[cell.strip() for cell in row] for row in csv.reader(text, delimiter=self.separator) if row]
         except csv.Error:
@@ -94,7 +94,7 @@ class Ini(BaseCheck, frozen=True):
 
     async def fault(self, slot: Slot) -> str:
         parser = _IniParser(interpolation=None)
-        text = await read_text(slot, self.path, _MOST_INI_BYTES)
+        text = await read_slot_text(slot, self.path, _MOST_INI_BYTES)
         try:
             parser.read_string(text)
         except configparser.Error:
@@ -109,7 +109,7 @@ class Toml(BaseCheck, frozen=True):
     value: JSON
 
     async def fault(self, slot: Slot) -> str:
-        text = await read_text(slot, self.path, _MOST_SLOW_BYTES)
+        text = await read_slot_text(slot, self.path, _MOST_SLOW_BYTES)
         try:
             got = await asyncio.to_thread(read_toml, text)  # hostile text can take a second
         except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ class Yaml(BaseCheck, frozen=True):
     value: JSON
 
     async def fault(self, slot: Slot) -> str:
-        text = await read_text(slot, self.path, _MOST_SLOW_BYTES)
+        text = await read_slot_text(slot, self.path, _MOST_SLOW_BYTES)
         try:
             got = await asyncio.to_thread(read_yaml, text)
         except ValueError:

@@ -10,8 +10,8 @@ from palaestra_suites.endless_terminals.checks.base_check import (
     BaseCheck,
     different,
     plain,
-    read_bytes,
-    read_text,
+    read_slot_bytes,
+    read_slot_text,
     run_probe,
     stat_or_none,
 )
@@ -25,7 +25,7 @@ class FileContent(BaseCheck, frozen=True, tag="text"):
     exact: bool = False
 
     async def fault(self, slot: Slot) -> str:
-        got = await read_text(slot, self.path)
+        got = await read_slot_text(slot, self.path)
         if self.exact:
             return different(self.path, got, self.text)
         return different(self.path, plain(got), plain(self.text))
@@ -37,7 +37,7 @@ class Lines(BaseCheck, frozen=True):
     lines: list[str]
 
     async def fault(self, slot: Slot) -> str:
-        got = [line.strip() for line in (await read_text(slot, self.path)).splitlines() if line.strip()]
+        got = [line.strip() for line in (await read_slot_text(slot, self.path)).splitlines() if line.strip()]
         wanted = [line.strip() for line in self.lines]
         return different(self.path, got, wanted)
 
@@ -112,7 +112,7 @@ class Files(BaseCheck, frozen=True):
             return f"{self.path}: {len(missing)} files are missing, {len(extra)} are unexpected {extra[:3]}"
         for name, wanted in self.files.items():
             if wanted is not None:
-                text = await read_text(slot, f"{self.path}/{name}")
+                text = await read_slot_text(slot, f"{self.path}/{name}")
                 if plain(text) != plain(wanted):
                     return f"{self.path}/{name} has other content"
         return ""
@@ -128,8 +128,10 @@ class Digests(BaseCheck, frozen=True):
     algorithm: str = "sha256"
 
     async def fault(self, slot: Slot) -> str:
-        wanted = [[hashlib.new(self.algorithm, await read_bytes(slot, path)).hexdigest(), path] for path in self.files]
-        lines = [line.split(None, 1) for line in plain(await read_text(slot, self.path)) if line]
+        wanted = [
+            [hashlib.new(self.algorithm, await read_slot_bytes(slot, path)).hexdigest(), path] for path in self.files
+        ]
+        lines = [line.split(None, 1) for line in plain(await read_slot_text(slot, self.path)) if line]
         got = [[line[0].lower(), line[1].strip().removeprefix("*").removeprefix("./")] for line in lines if line[1:]]
         return different(self.path, sorted(got), sorted(wanted))
 

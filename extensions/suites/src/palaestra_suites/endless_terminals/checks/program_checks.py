@@ -20,7 +20,7 @@ from palaestra_suites.endless_terminals.checks.base_check import (
     BaseCheck,
     different,
     plain,
-    read_text,
+    read_slot_text,
     run_probe,
     stat_or_none,
 )
@@ -213,7 +213,7 @@ class Running(BaseCheck, frozen=True):
     word: str
 
     async def fault(self, slot: Slot) -> str:
-        first = (await read_text(slot, self.path)).split()[:1]
+        first = (await read_slot_text(slot, self.path)).split()[:1]
         found = await slot.arguments(int(first[0])) if first and _NUMBER.fullmatch(first[0]) else None
         held = found is not None and self.word in " ".join(found).split()
         return "" if held else f"{self.path} does not contain the id of the expected process: {found!r:.200}"

@@ -41,7 +41,7 @@ from palaestra_suites.swe.authoring.manifest import (
     dump_manifest,
     load_manifest,
 )
-from palaestra_suites.swe.authoring.mutations import Mutation, apply, find_mutations
+from palaestra_suites.swe.authoring.mutations import Mutation, apply_mutation, find_mutations
 from palaestra_suites.swe.authoring.package_trial import PackageTrial, open_trial
 from palaestra_suites.swe.authoring.sdist import cached_bytes, make_repository, open_index, read_sdist
 from palaestra_suites.toolchain.toolchain import DependencyCache, Install
@@ -203,7 +203,7 @@ class _Builder:
                 raise TaskError(
                     f"the index has {sdist.filename} with sha256 {sdist.sha256}, which differs from the pinned one"
                 )
-            return await index.download(sdist), sdist.sha256
+            return await index.download_sdist(sdist), sdist.sha256
 
     async def _searched(self, trial: PackageTrial, repository: Repository) -> Repository:
         options = self._options
@@ -365,7 +365,7 @@ async def _try(
     tests: Sequence[str],
     budget_s: float,
 ) -> PinnedMutation | None:
-    changed = {mutation.path: apply(repository.text(mutation.path), mutation)}
+    changed = {mutation.path: apply_mutation(repository.text(mutation.path), mutation)}
     try:
         run = await trial.run(tests, timeout_s=budget_s, changed=changed)
         found = flips(base, run, flaky)

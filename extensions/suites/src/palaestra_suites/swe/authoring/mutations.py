@@ -98,7 +98,7 @@ def find_mutations(source: str, path: str) -> list[Mutation]:
     return sorted(found.values(), key=lambda mutation: (mutation.start, mutation.end, mutation.kind))
 
 
-def apply(source: str, mutation: Mutation) -> str:
+def apply_mutation(source: str, mutation: Mutation) -> str:
     """Return the text after the mutation."""
     return apply_edits(source, [SourceEdit(mutation.start, mutation.end, mutation.replacement)])
 
@@ -112,7 +112,7 @@ def _changes_and_compiles(source: ParsedSource, mutation: Mutation) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
-            changed = apply(source.text, mutation)
+            changed = apply_mutation(source.text, mutation)
             compile(changed, mutation.path, "exec", dont_inherit=True)
             return changed != source.text
     except (SyntaxError, ValueError):

@@ -77,7 +77,7 @@ class PackageIndex:
                 return file
         raise ConfigError(f"the package index has no source distribution of {name}=={version}")
 
-    async def download(self, sdist: Sdist) -> bytes:
+    async def download_sdist(self, sdist: Sdist) -> bytes:
         """Return the bytes of the archive, from the cache if possible. Raises `PrepareError` if the hash of a download
         differs."""
         if (data := cached_bytes(self._cache, sdist.sha256)) is not None:

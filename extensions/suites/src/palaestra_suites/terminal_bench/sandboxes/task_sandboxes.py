@@ -42,7 +42,7 @@ from palaestra_suites.terminal_bench.service_group import (
     ServiceGroup,
     ServicePlan,
     service_spec,
-    set_up,
+    set_up_service,
     started_by_image,
 )
 
@@ -177,7 +177,7 @@ class TaskSandboxes:
         try:
             await check_execute(slot, ["mkdir", "-p", workdir], f"the directory {workdir} cannot be created")
             if plan is not None:
-                await set_up(slot, plan, MAIN)
+                await set_up_service(slot, plan, MAIN)
             if plan is not None and plan.starts:
                 await self._start_services(box, spec, plan, replace(full, mounts=()), prepared)
         except BaseException:
@@ -191,7 +191,7 @@ class TaskSandboxes:
         async def lead() -> Slot:
             return box.slot
 
-        async def files(name: str) -> Snapshot:
+        async def prepared_files(name: str) -> Snapshot:
             return prepared[name]
 
         async def forget() -> None:
@@ -200,7 +200,7 @@ class TaskSandboxes:
 
         box.closers.append(forget)
         box.group = ServiceGroup(plan, GroupLead(spec.name, self._pool, lead, spec.build_timeout_s, box.closers))
-        await box.group.start(full, files)
+        await box.group.start(full, prepared_files)
 
     def _roots(self, *, force: bool) -> TaskRoots:
         settings = self.settings
@@ -216,7 +216,7 @@ class TaskSandboxes:
         built = await self._files(base, each.service.recipe, each.root, force=spec.force_build)
 
         async def fill(slot: Slot) -> None:
-            await set_up(slot, plan, name)
+            await set_up_service(slot, plan, name)
 
         return await self._sealed(base, built, fill, spec.build_timeout_s)
 

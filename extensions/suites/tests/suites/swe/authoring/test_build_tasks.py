@@ -107,8 +107,8 @@ def test_an_sdist_is_found_checked_and_loaded_once(tmp_path: Path, as_json: bool
         async with open_index(tmp_path, url=url) as index:
             found = await index.find("Mini", "1.0")
             assert found.sha256 == SHA256
-            assert await index.download(found) == ARCHIVE
-            assert await index.download(found) == ARCHIVE
+            assert await index.download_sdist(found) == ARCHIVE
+            assert await index.download_sdist(found) == ARCHIVE
             with pytest.raises(ConfigError, match=r"mini==2\.0"):
                 await index.find("mini", "2.0")
             with pytest.raises(ConfigError, match="does not know 'nothing'"):
@@ -122,7 +122,7 @@ def test_bytes_of_another_hash_are_refused(tmp_path: Path) -> None:
     async def scenario(url: str, asked: list[str]) -> None:
         async with open_index(tmp_path, url=url) as index:
             with pytest.raises(PrepareError, match="sha256"):
-                await index.download(await index.find("mini", "1.0"))
+                await index.download_sdist(await index.find("mini", "1.0"))
 
     with_index(scenario, archive=ARCHIVE + b"x")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from palaestra_suites.swe.authoring.mutations import KINDS, Mutation, apply, find_mutations
+from palaestra_suites.swe.authoring.mutations import KINDS, Mutation, apply_mutation, find_mutations
 
 SOURCE = textwrap.dedent('''
     """Doc with 1 < 2 and f(a, b)."""
@@ -30,7 +30,7 @@ SOURCE = textwrap.dedent('''
 
 
 def lines_changed(mutation: Mutation) -> list[tuple[str, str]]:
-    before, after = SOURCE.split("\n"), apply(SOURCE, mutation).split("\n")
+    before, after = SOURCE.split("\n"), apply_mutation(SOURCE, mutation).split("\n")
     return [(old, new) for old, new in zip(before, after, strict=False) if old != new]
 
 
@@ -65,7 +65,7 @@ def test_a_kind_changes_what_it_says(kind: str, old: str, new: str) -> None:
 
 def test_a_dropped_branch_leaves_the_rest_of_the_text() -> None:
     mutation = next(m for m in find_mutations(SOURCE, "pkg/c.py") if m.kind == "drop_branch")
-    after = apply(SOURCE, mutation)
+    after = apply_mutation(SOURCE, mutation)
     assert "else:" not in after
     assert after == SOURCE.replace("\n            else:\n                values.append(value)", "")
 
@@ -73,7 +73,7 @@ def test_a_dropped_branch_leaves_the_rest_of_the_text() -> None:
 def test_everything_outside_the_span_stays_and_the_result_compiles() -> None:
     data = SOURCE.encode()
     for mutation in find_mutations(SOURCE, "pkg/c.py"):
-        after = apply(SOURCE, mutation)
+        after = apply_mutation(SOURCE, mutation)
         ast.parse(after)
         assert after.encode().startswith(data[: mutation.start])
         assert after.encode().endswith(data[mutation.end :])
@@ -82,7 +82,7 @@ def test_everything_outside_the_span_stays_and_the_result_compiles() -> None:
 
 def test_docstrings_comments_and_module_level_stay() -> None:
     for mutation in find_mutations(SOURCE, "pkg/c.py"):
-        after = apply(SOURCE, mutation)
+        after = apply_mutation(SOURCE, mutation)
         assert '"""Docstring: if x: return 1 + 1"""' in after
         assert "# ü: 1 < 2" in after
         assert "TOP = 1 + 2" in after
@@ -122,4 +122,4 @@ def test_any_expression_is_changed_into_one_that_parses(expression: str) -> None
     except SyntaxError:
         return
     for mutation in find_mutations(source, "m.py"):
-        assert ast.dump(ast.parse(apply(source, mutation))) != ast.dump(ast.parse(source))
+        assert ast.dump(ast.parse(apply_mutation(source, mutation))) != ast.dump(ast.parse(source))

@@ -32,7 +32,7 @@ from palaestra.tools.tool import Tool
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import replaced, writing
-from palaestra_slots.core.types import JSON, Outcome, Task, numbers
+from palaestra_slots.core.types import JSON, Outcome, Task, numeric_values
 
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]
@@ -269,7 +269,7 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
-        return shortened(numbers(metrics))
+        return shortened(numeric_values(metrics))
     from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chosen_of  # imported here, as above
 
     official = [f"{_OFFICIAL}{name}" for name in names if f"{_OFFICIAL}{name}/low" in metrics]

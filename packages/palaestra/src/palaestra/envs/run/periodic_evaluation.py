@@ -26,7 +26,7 @@ from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import RecordedTools, RunContext
 from palaestra_slots.core.cancel_scope import end_tasks
 from palaestra_slots.core.errors import ConfigError, PalaestraError
-from palaestra_slots.core.types import numbers
+from palaestra_slots.core.types import numeric_values
 
 EVALUATIONS = "evaluations"
 """The folder of the evaluations in a run's folder."""
@@ -148,7 +148,7 @@ class PeriodicEvaluation:
         shown = "it logged no metrics"
         if evaluation.logged:
             metrics = evaluation.logged["metrics"]
-            self._log({f"eval/{name.removeprefix('eval/')}": value for name, value in numbers(metrics).items()})
+            self._log({f"eval/{name.removeprefix('eval/')}": value for name, value in numeric_values(metrics).items()})
             shown = in_short(metrics)
         note(f"evaluation at step {step} in {folder}: {shown}".removesuffix(": "))
 

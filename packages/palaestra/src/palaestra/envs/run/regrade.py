@@ -40,7 +40,7 @@ from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra_slots.core.exits import plural
-from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage, numbers
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage, numeric_values
 from palaestra_slots.sandbox.slot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ async def _renew_files(folder: Path, again: ReopenedRun) -> None:
             logger.warning("the figures in %s are those of the earlier scores: %s", folder / "evaluation", error)
         else:
             save_evaluation(logged, folder / "evaluation", run.recording.meta.model)
-            figures = numbers(logged["metrics"])
+            figures = numeric_values(logged["metrics"])
             own |= {f"eval/{name.removeprefix('eval/')}": value for name, value in figures.items()}
     if metrics:
         line = {"time": time.time(), **metrics, **run.metrics, **own}

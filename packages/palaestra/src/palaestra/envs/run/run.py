@@ -62,7 +62,7 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, plural
-from palaestra_slots.core.types import JSON, Blame, Task, numbers
+from palaestra_slots.core.types import JSON, Blame, Task, numeric_values
 from palaestra_slots.sandbox.admission import SlotLimit
 from palaestra_slots.sandbox.backends.registry import uses_this_machine
 from palaestra_slots.sandbox.pool import SlotPool
@@ -165,7 +165,7 @@ async def run(
     async with AsyncExitStack() as stack:
         stream = stream or sys.stderr
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
-        engine = await assembly.engine(engines)
+        engine = await assembly.connect_engine(engines)
         pool, prepared, unshared = make_pool(parsed.env_config), None, ""
         # On a cluster, the nodes have the slots, so this process starts none and cannot check how well they isolate.
         if parsed.env_config.on_cluster:
@@ -179,7 +179,7 @@ async def run(
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
             unshared = unshared_because(parsed.env_config, pool.backend)
         environment = await assembly.environment(engine)
-        capacity = await assembly.capacity(pool, steering.serve_nodes)
+        capacity = await assembly.find_capacity(pool, steering.serve_nodes)
         begins = None if begins is None else begins.for_model(engine.name)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
@@ -244,7 +244,7 @@ class Assembly:
     def _servers(self) -> Sequence[APIServerConfig]:
         return server_settings(self.parsed.env_config, self.parsed.server_configs)
 
-    async def engine(self, engines: Sequence[ServerEngine]) -> ServerGroup:
+    async def connect_engine(self, engines: Sequence[ServerEngine]) -> ServerGroup:
         """Return the connected client of the model servers, or of `engines`."""
         engine = ServerGroup(engines or self._servers)
         # Before the start, which may fail when a part of the servers is connected.
@@ -283,7 +283,7 @@ class Assembly:
         self.stack.callback(output.discard_unless_begun)
         return output
 
-    async def capacity(self, pool: SlotPool, serve_nodes: ServeNodes | None) -> Capacity:
+    async def find_capacity(self, pool: SlotPool, serve_nodes: ServeNodes | None) -> Capacity:
         """Return the capacity of the pool or, if the settings name a cluster, that of its nodes, which are opened."""
         config, cluster, limit = self.parsed.env_config, None, pool.limit
         if config.on_cluster:
@@ -690,7 +690,7 @@ class CommandRun:
                 # A run that was stopped, or that a caller drives, may have no group and is no mistake.
                 if command == "process" and not (totals.groups or context.limits.reason or self.steering.drive):
                     raise ConfigError(f"{environment.name} has no task to roll out")
-            self.output.own.update(numbers(await self.reporting.own(environment)))
+            self.output.own.update(numeric_values(await self.reporting.own(environment)))
             return totals
         finally:
             self.output.own.update(self._slot_usage())
@@ -780,7 +780,7 @@ class CommandRun:
             folder, copy = self.output.folder.path / "evaluation", self.parsed.env_config.data_dir_to_save_evals
             for each in (folder, *([Path(copy)] if copy else [])):
                 save_evaluation(evaluation.logged, each, self.context.engine.name)
-            found = numbers(metrics)
+            found = numeric_values(metrics)
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             note(f"evaluation in {folder}")
         else:

@@ -111,7 +111,7 @@ def with_defaults(arguments: Mapping[str, JSON], parameters: Mapping[str, JSON])
     return {**defaults, **arguments}
 
 
-def failed(reply: ToolReply) -> bool:
+def reports_failure(reply: ToolReply) -> bool:
     """Return whether a reply reports that the call failed."""
     return isinstance(reply, Mapping) and bool(reply.get("error"))
 

@@ -23,8 +23,8 @@ from palaestra.rollouts.recorded_tools.recorded_session import (
     Ask,
     Policy,
     RolloutWorld,
-    failed,
     judges,
+    reports_failure,
     unpaid,
 )
 from palaestra.rollouts.recorded_tools.recording_file import (
@@ -99,7 +99,7 @@ class RunWorld:
                 return ToolOutcome.of(heard.reply)
         outcome = await (self._verdict(call, ask) if judging else self._policy(call, ask))
         for writer in self._kept:
-            record(call, outcome, writer)
+            record_call(call, outcome, writer)
         return outcome
 
     async def _verdict(self, call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -130,9 +130,9 @@ class RunWorld:
             reader.close()
 
 
-def record(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
+def record_call(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
     """Write the call with its reply."""
-    call.reply, call.failed = outcome.reply, failed(outcome.reply)
+    call.reply, call.failed = outcome.reply, reports_failure(outcome.reply)
     writer.append(call)
 
 
@@ -169,7 +169,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
 
     async def ask_and_record(call: RecordedCall, ask: Ask) -> ToolOutcome:
         outcome = await ask()
-        record(call, outcome, added)
+        record_call(call, outcome, added)
         return outcome
 
     async def reply(call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -239,7 +239,7 @@ def world_of_grading(folder: Path) -> RunWorld:
             return unpaid(known)
         outcome = await ask()
         with contextlib.suppress(ConfigError, DiskError):  # somebody else's run, for example
-            record(call, outcome, added)
+            record_call(call, outcome, added)
         return outcome
 
     return RunWorld(reply, reader=reader, added=added, replayed=True)

@@ -211,14 +211,14 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
     `kept` is given if `text` is incomplete: it has `output_total_bytes` and the path of the saved output, if any.
     """
     if kept is not None:
-        return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
+        return cut_output(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
     if _fits(text):
         return text, {}
     totals: dict[str, JSON] = {"output_total_chars": len(text)}
     path = await _spill(slot, text)
     if path is not None:
         totals["full_output_path"] = path
-    return cut(text, f"{len(text)} characters"), totals
+    return cut_output(text, f"{len(text)} characters"), totals
 
 
 def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
@@ -226,11 +226,11 @@ def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
     facts = {name: result.metadata[name] for name in _FACTS}
     streams = {name: str(result.metadata[name]) for name in ("stdout", "stderr") if name in result.metadata}
     return facts | {
-        name: text if _fits(text) else cut(text, f"{len(text)} characters") for name, text in streams.items()
+        name: text if _fits(text) else cut_output(text, f"{len(text)} characters") for name, text in streams.items()
     }
 
 
-def cut(text: str, total: str) -> str:
+def cut_output(text: str, total: str) -> str:
     """Return the head and the tail of an output, with a line between them that marks the cut: `MAX_OUTPUT_CHARS`
     characters in all, and at most twice as many as they are sent."""
     note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"

@@ -1,8 +1,8 @@
 """Reads and writes files in a slot as text: lossless decoding, and errors that a model can act on. Files are held in
 memory.
 
-Invariant: `decode` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark, so an
-edit leaves the rest of the file unchanged.
+Invariant: `decode_file` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark, so
+an edit leaves the rest of the file unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DecodedFile:
         return replace(self, text=text)
 
 
-def decode(data: bytes) -> DecodedFile:
+def decode_file(data: bytes) -> DecodedFile:
     """Decode bytes. Line ends are translated only if all are CRLF, so that `encode` can restore them."""
     text = data.decode("utf-8", "surrogateescape")
     bom = text.startswith(_BOM)
@@ -91,7 +91,7 @@ async def read_text_file(slot: Slot, path: str) -> DecodedFile:
             "Inspect it with terminal commands such as file, xxd or strings."
         )
     mode = info.mode if info is not None and info.kind == "file" else None
-    return replace(decode(data), mode=mode)
+    return replace(decode_file(data), mode=mode)
 
 
 async def in_full(slot: Slot, path: str) -> str:

@@ -21,7 +21,7 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra_slots.core.config import Settings, read_yaml
 from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.core.redaction import HIDDEN, redacted, redacted_arguments, remember, remember_named
+from palaestra_slots.core.redaction import HIDDEN, redacted, redacted_arguments, remember_named, remember_secret
 from palaestra_slots.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -164,7 +164,7 @@ class MCPServerConfig(Settings):
         remember_named({**self._variables, **env, **headers})
         arguments = [self._value(each) for each in self.args]
         for each, shown in zip(arguments, redacted_arguments(arguments), strict=True):
-            remember(each if shown == HIDDEN else None)
+            remember_secret(each if shown == HIDDEN else None)
         return self.model_copy(
             update={
                 "command": self._value(self.command) if self.command else None,

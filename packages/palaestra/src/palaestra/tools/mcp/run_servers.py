@@ -127,11 +127,11 @@ class ServersOnDemand:
     async def for_call(self, tool: str) -> None:
         """Start the servers that a call of this tool needs. Raises as `start` does."""
         if tool in HAND_ON:
-            await self.all()
+            await self.start_all()
         elif (owner := owner_of(tool, self._servers)) is not None:
             await self.start(owner)
 
-    async def all(self) -> None:
+    async def start_all(self) -> None:
         """Start every server. Raises the error of the first required server that fails, or a `ConfigError` of any
         server. Infrastructure failures of other servers are logged."""
         ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)

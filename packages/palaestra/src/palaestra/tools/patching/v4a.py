@@ -49,7 +49,7 @@ class PatchHunk:
         """The lines that must be in the file: context and removed lines."""
         return [line for mark, line in self.lines if mark != "+"]
 
-    def result(self, real: Sequence[str]) -> list[str]:
+    def replacement(self, real: Sequence[str]) -> list[str]:
         """Return the lines that replace `real`, the lines found for `old`. Context stays exactly as the file has it."""
         reindent, end = Reindent.between(self.old, real), carriage_return(real)
         rest = iter(real)
@@ -218,7 +218,7 @@ def _updated(change: FileChange, before: str) -> str:
         except PatchError as error:
             raise PatchError(f"Change {number} of {change.path}: {error}") from None
         end = start + len(hunk.old)
-        done += lines[at:start] + hunk.result(lines[start:end])
+        done += lines[at:start] + hunk.replacement(lines[start:end])
         at = end
     done += lines[at:]
     return "\n".join(done) + ("\n" if ends_line and done else "")

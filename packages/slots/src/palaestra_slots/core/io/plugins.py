@@ -104,7 +104,7 @@ def source_file(point: EntryPoint) -> Path:
     return Path(spec.origin)
 
 
-def summary(point: EntryPoint) -> str:
+def entry_point_summary(point: EntryPoint) -> str:
     """Return the first line of the docstring of the entry point's object, or of its module, without importing the
     module. Raises `ConfigError`."""
     path = source_file(point)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from palaestra_slots.core.redaction import remember
+from palaestra_slots.core.redaction import remember_secret
 
 
 def hide(secret: str) -> None:
     """Overwrite a secret among the arguments, and `remember` it. Until this call, other users could read the secret.
     Overwrites nothing on systems without `/proc`."""
-    remember(secret)
+    remember_secret(secret)
     wanted = secret.encode("utf-8", "surrogateescape")
     try:
         with open("/proc/self/stat", "rb") as file:

@@ -274,7 +274,7 @@ class PlaceTable:
         self._ended += ended.begun_at is not None
         self._ended_s += ended.age_s
 
-    def stats(self) -> dict[str, JSON]:
+    def place_counts(self) -> dict[str, JSON]:
         """Return the number of slots, of lost slots and of places, and the running time of all places."""
         places = list(self.by_number.values())
         return {
@@ -500,7 +500,7 @@ class RemoteBackend(StartedBackend):
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the current counts, as `Backend.stats` describes, and the number and running time of containers."""
-        return {"backend": self.name, "rung": self.rung.label, **self._places.stats()}
+        return {"backend": self.name, "rung": self.rung.label, **self._places.place_counts()}
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
         """Return the place for a new slot: an existing place that has room, or a new place if there is none, or if a

@@ -4,7 +4,7 @@ The check detects a kernel, container or policy that accepts a call but does not
 namespaces, the check tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal
 comes from the kernel, not from a program.
 
-`explain` adds the usual cause and remedy to an error, because the slot server reports only the call that failed.
+`with_remedy` adds the usual cause and remedy to an error, because the slot server reports only the call that failed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
     }
 
 
-def explain(message: str) -> str:
+def with_remedy(message: str) -> str:
     """Return the message, followed by its usual cause and remedy if these are known."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):

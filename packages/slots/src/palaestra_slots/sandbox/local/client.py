@@ -87,7 +87,7 @@ class Pending:
         if not self.answered:
             # The first future was cancelled together with the coroutine that waited for it.
             self.waiter = asyncio.get_running_loop().create_future()
-            await settle(self.waiter)
+            await wait_uninterrupted(self.waiter)
 
 
 class Requests(ABC):
@@ -258,7 +258,7 @@ class SlotClient(Requests):
         self.hello: Fields = {}  # the server's HELLO
 
     @classmethod
-    async def launch(cls, rung: str) -> tuple[SlotClient, socket.socket]:
+    async def launch_server(cls, rung: str) -> tuple[SlotClient, socket.socket]:
         """Start a server for another process to use; returns a client that holds the server's process, and the stream
         to the server."""
         client = cls(lambda name, epoch: None)
@@ -355,10 +355,10 @@ class SlotClient(Requests):
         if self._stream is not None:
             if self._process is None and self._over is None:
                 self._stream.shutdown(socket.SHUT_WR)  # the service detaches; after that, the next client can attach
-                await settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
+                await wait_uninterrupted(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
             self._end()
         if self._process is not None:
-            await settle(asyncio.ensure_future(self._process.wait()), _CLOSE_PATIENCE_S)
+            await wait_uninterrupted(asyncio.ensure_future(self._process.wait()), _CLOSE_PATIENCE_S)
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
@@ -393,7 +393,7 @@ class SlotClient(Requests):
             await pending.settled()
             if pending.reply is not None:
                 op, fields = undo(pending.reply.fields)
-                await settle(asyncio.ensure_future(self.call(op, fields)))
+                await wait_uninterrupted(asyncio.ensure_future(self.call(op, fields)))
             raise
         finally:
             del self._pending[pending.number]
@@ -473,7 +473,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
+async def wait_uninterrupted(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
     """Wait for the end of work that must not be interrupted, even if the caller is cancelled meanwhile. After
     `patience_s` seconds, cancel the work."""
     while not future.done():

@@ -217,7 +217,7 @@ def _say(fields: dict[str, JSON]) -> None:
 
 
 async def _serve_clients(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
-    server, stream = await SlotClient.launch(rung)
+    server, stream = await SlotClient.launch_server(rung)
     reader, writer = await asyncio.open_unix_connection(sock=stream)
     decoder = FrameDecoder()
     writer.write(frames.encode(FrameKind.HELLO, 0, {"version": frames.VERSION, **settings}))

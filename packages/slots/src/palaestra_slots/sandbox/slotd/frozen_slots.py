@@ -26,7 +26,7 @@ class FrozenSlots:
         """Forget the stopped processes of a dead slot."""
         self._frozen.pop(slot.name, None)
 
-    def holds(self, frame: Frame) -> bool:
+    def holds_back(self, frame: Frame) -> bool:
         """Return whether a request has to wait for a freeze or checkpoint of its slot, and queue it in that case. If
         the request need not wait, thaw the slot if it is frozen."""
         if not self._held and not self._frozen:
@@ -39,7 +39,7 @@ class FrozenSlots:
         return False
 
     def freeze_slot(self, frame: Frame) -> Job:
-        if self.holds(frame):  # another freeze or checkpoint has begun since this request arrived
+        if self.holds_back(frame):  # another freeze or checkpoint has begun since this request arrived
             return
         slot = self._slots.leased(frame)
         with self.exclusively(slot):

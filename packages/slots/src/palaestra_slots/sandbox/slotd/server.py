@@ -116,7 +116,7 @@ class SlotServer:
             elif frame.kind is not FrameKind.REQUEST:
                 if frame.request in self._replies.open_requests:
                     self._replies.open_requests[frame.request].on_frame(frame)
-            elif not self._frozen.holds(frame):
+            elif not self._frozen.holds_back(frame):
                 job = self._operations[frame.fields["op"]](frame)
                 if job is not None:
                     self.loop.start(self._guarded(frame, job))
@@ -334,7 +334,7 @@ class SlotServer:
     # Frozen slots and checkpoints
 
     def _checkpoint(self, frame: Frame) -> Job:
-        if self._frozen.holds(frame):
+        if self._frozen.holds_back(frame):
             return
         slot, checkpoints = self._slots.leased(frame), self._layers.checkpoints("checkpoint")
         with self._frozen.exclusively(slot):

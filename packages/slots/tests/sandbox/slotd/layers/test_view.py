@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra_slots.sandbox.slotd.layers.cut_view import duplicate
+from palaestra_slots.sandbox.slotd.layers.cut_view import duplicate_tree
 from palaestra_slots.sandbox.slotd.layers.overlay import MAX_DEPTH
 
 
@@ -29,7 +29,7 @@ def nested(top: Path, name: str, depth: int) -> None:
 def test_what_no_path_leads_to_is_left_out(tmp_path: Path, name: str, depth: int) -> None:
     nested(tmp_path / "layer", name, depth)
     (tmp_path / "layer" / "work.py").write_text("x = 1\n")
-    duplicate(str(tmp_path / "layer"), str(tmp_path / "copy"))
+    duplicate_tree(str(tmp_path / "layer"), str(tmp_path / "copy"))
     copy = tmp_path / "copy"
     assert (copy / "work.py").samefile(tmp_path / "layer" / "work.py")
     assert (copy / name / name / "file").samefile(tmp_path / "layer" / name / name / "file")

@@ -29,7 +29,7 @@ class Server:
             file.write(text.encode())
             file.flush()
             self.bridges[group] = os.dup(file.fileno())
-        self.exchange.offer(group, self.bridges[group])
+        self.exchange.offer_bridge(group, self.bridges[group])
 
     def end(self) -> None:
         for group, fd in self.bridges.items():
@@ -108,7 +108,7 @@ def test_a_server_that_hangs_or_has_died(tmp_path: Path, servers: list[Server]) 
     with pytest.raises(TimeoutError, match="does not answer"):
         hasty.ask("a")
     with pytest.raises(OSError, match="in use"):
-        hasty.offer("a", 0)
+        hasty.offer_bridge("a", 0)
     first.exchange._offers["a"][0].close()  # as the kernel does
     with pytest.raises(OSError, match="has ended"):
         hasty.ask("a")
@@ -116,6 +116,6 @@ def test_a_server_that_hangs_or_has_died(tmp_path: Path, servers: list[Server]) 
 
 def test_without_a_folder_there_are_no_others(servers: list[Server]) -> None:
     alone = BridgeExchange(servers[0].loop)
-    alone.offer("a", 0)
+    alone.offer_bridge("a", 0)
     assert alone.ask("a") is None
     alone.withdraw("a")

@@ -40,9 +40,9 @@ from palaestra_tokens.parsers.scan import (
     Mark,
     breaks_off,
     closing,
-    decode,
     decode_object,
     find,
+    parse_json,
     scan_value,
     skip,
 )
@@ -304,7 +304,7 @@ class DeepSeekV32(Markup):
         key, is_text = found[1], found[2]
         if is_text is None:
             return key, output.types.value(call, key, value)
-        return key, value if is_text == "true" else decode(value)
+        return key, value if is_text == "true" else parse_json(value)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
         lines = []

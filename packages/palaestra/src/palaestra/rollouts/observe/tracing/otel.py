@@ -199,7 +199,7 @@ class Spans:
             try:
                 yield span
             except BaseException as error:
-                failed(span, type(error).__name__)
+                mark_failed(span, type(error).__name__)
                 raise
 
     def tool(self, rollout_id: str) -> ToolMiddleware:
@@ -217,7 +217,7 @@ class Spans:
                 if self.content:
                     span.set_attribute("gen_ai.tool.call.result", plain(outcome.text))
                 if outcome.failed:
-                    failed(span, "tool_error")
+                    mark_failed(span, "tool_error")
                 return outcome
 
         return traced
@@ -257,7 +257,7 @@ class Spans:
 
 def _end_span(span: Span, error: str = "") -> None:
     if error:
-        failed(span, error)
+        mark_failed(span, error)
     span.end()
 
 
@@ -282,10 +282,10 @@ def _describe(span: Span, trajectory: Trajectory) -> None:
     span.set_attributes(attributes)
     # A reward of 0 is a result; only a rollout without a reward is an error for a tracing tool.
     if not trajectory.scored:
-        failed(span, trajectory.error.partition(":")[0] or trajectory.outcome.value)
+        mark_failed(span, trajectory.error.partition(":")[0] or trajectory.outcome.value)
 
 
-def failed(span: Span, kind: str) -> None:
+def mark_failed(span: Span, kind: str) -> None:
     """Mark a span as failed with an error of this kind."""
     span.set_attribute(ERROR_TYPE, kind)
     span.set_status(Status(StatusCode.ERROR))

@@ -20,7 +20,7 @@ import msgspec
 
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular
-from palaestra_slots.core.redaction import remember
+from palaestra_slots.core.redaction import remember_secret
 from palaestra_slots.core.types import JSON
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -108,7 +108,7 @@ def token_of(reply: bytes) -> str:
     token = found.get("token") or found.get("access_token")
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise ValueError("its reply has no token")
-    remember(token)
+    remember_secret(token)
     return token
 
 
@@ -135,5 +135,5 @@ def _header(entry: dict[str, JSON]) -> str | None:
         return None
     if b":" not in pair:
         raise binascii.Error("a field auth is not USER:PASSWORD in base64")
-    remember(pair.partition(b":")[2].decode("utf-8", "replace"))
+    remember_secret(pair.partition(b":")[2].decode("utf-8", "replace"))
     return f"Basic {base64.b64encode(pair).decode()}"

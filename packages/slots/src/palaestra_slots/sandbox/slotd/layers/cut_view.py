@@ -203,7 +203,7 @@ class OverlayCut:
             copy_attributes(status, directory)
 
 
-def duplicate(source: str, target: str, depth: int = 0) -> None:
+def duplicate_tree(source: str, target: str, depth: int = 0) -> None:
     """Make a second tree of the same files (hard links), which can be cut while the first one is in use. Entries that
     are nested more deeply than `MAX_DEPTH`, or too deeply for a path, are left out, so that an agent's work can still
     be graded."""
@@ -215,7 +215,7 @@ def duplicate(source: str, target: str, depth: int = 0) -> None:
         if not entry.is_dir(follow_symlinks=False):
             os.link(entry.path, other, follow_symlinks=False)
         elif depth < MAX_DEPTH:
-            duplicate(entry.path, other, depth + 1)
+            duplicate_tree(entry.path, other, depth + 1)
     status = os.lstat(source)
     for name in os.listxattr(source, follow_symlinks=False):
         os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)

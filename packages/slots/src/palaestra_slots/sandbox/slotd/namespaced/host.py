@@ -27,7 +27,7 @@ from ..network import tunnel_device
 from ..protocol.frames import Fields
 from ..rung import HOST
 from . import namespaces, native_init
-from .rootfs import Bind, Lowers, host_trees, prepare_shared, system_directories, system_links
+from .rootfs import Bind, Lowers, host_trees, make_shared_directories, system_directories, system_links
 
 _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
@@ -203,7 +203,8 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     _build_network(_RESOLVER, ("resolv.conf",), own_network)
     if owner:
         _give("/skeleton", owner)
-    world.own_devices = prepare_shared(privileged)  # after `_give`, so that the host's devices keep their owner
+    # after `_give`, so that the host's devices keep their owner
+    world.own_devices = make_shared_directories(privileged)
     return world
 
 

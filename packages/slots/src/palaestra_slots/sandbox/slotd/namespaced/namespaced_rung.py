@@ -32,7 +32,7 @@ from .. import syscalls
 from ..exec.pipes import memory_file
 from ..files import WORKSPACE, Writing, absolute
 from ..layers.copy_tree import Earlier, Index, TreeCopy
-from ..layers.cut_view import OverlayCut, Selection, duplicate
+from ..layers.cut_view import OverlayCut, Selection, duplicate_tree
 from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
 from ..layers.overlay import Stack, StackedRoot, StackEntry, differences
 from ..network import metadata_block
@@ -241,7 +241,7 @@ class NamespaceDriver:
         directory = f"{layer.store.path}/{name}"
         os.mkdir(directory)
         for tree, path in layer.trees.items():
-            duplicate(path, f"{directory}/{tree}")
+            duplicate_tree(path, f"{directory}/{tree}")
         trees = {tree: f"{directory}/{tree}" for tree in layer.trees}
         return OverlayLayer(name, layer.store.keep(), trees, layer.below, layer.image)
 

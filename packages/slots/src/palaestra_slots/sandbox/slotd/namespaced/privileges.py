@@ -28,7 +28,7 @@ KEPT = sum(
 )
 
 
-def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
+def drop_capabilities(kept: int = KEPT, bounding: int = KEPT) -> None:
     """Permanently drop all capabilities except `kept`. An exec restores only capabilities in `bounding`."""
     for capability in range(64):
         if not bounding >> capability & 1:

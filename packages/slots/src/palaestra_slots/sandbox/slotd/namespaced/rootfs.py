@@ -167,7 +167,7 @@ class Lowers:
         return target
 
 
-def prepare_shared(own_devices: bool) -> bool:
+def make_shared_directories(own_devices: bool) -> bool:
     """Make the shared /dev, and the empty directory that hides other directories, both read-only. Returns whether the
     /dev has device files of its own (requested by `own_devices`) instead of mounts of the host's device files."""
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC

@@ -35,7 +35,7 @@ class BridgeExchange:
         """Whether there are no other servers."""
         return not self._folder
 
-    def offer(self, group: str, bridge: int) -> None:
+    def offer_bridge(self, group: str, bridge: int) -> None:
         """Send a bridge to each server that asks for it, until `withdraw`. Raises OSError."""
         if self.alone:
             return

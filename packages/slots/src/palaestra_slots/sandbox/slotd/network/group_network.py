@@ -89,7 +89,7 @@ class _Group:
             self._bridge = self._exchange.ask(self._name)
         if self._bridge is None:
             self._bridge = (self._making or _InNamespace(_make_bridge)).result()
-            self._exchange.offer(self._name, self._bridge)
+            self._exchange.offer_bridge(self._name, self._bridge)
         return self._bridge
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ def _confine(plan: UnprivilegedPlan) -> None:
         _limit(limit, value)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
-        privileges.drop(_BECOME_USERS if plan.user else 0, bounding=0)
+        privileges.drop_capabilities(_BECOME_USERS if plan.user else 0, bounding=0)
     landlock.restrict(_rights(plan), tcp=plan.network)
     privileges.install(inet=plan.network, ipc=False, unix=False, own_user=bool(plan.user))
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
