@@ -204,12 +204,24 @@ class Sampled:
 
     `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually because of a weight update), the ids are
     those sampled so far. Engines differ in whether the ids include the stop token after a `stop`.
+
+    `policy_version` is that of the weights that sampled the last tokens. If a server took new weights while it sampled
+    and went on with the same request, `earlier` has the versions before, each with the number of tokens at which it
+    ended, in ascending order.
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
     policy_version: str = ""
+    earlier: Sequence[tuple[str, int]] = ()
+
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """The version, beginning and end of each part of the ids that one version has sampled."""
+        parts = [*self.earlier, (self.policy_version, len(self.ids))]
+        starts = [0, *(end for _, end in self.earlier)]
+        return [(version, start, end) for start, (version, end) in zip(starts, parts, strict=True)]
 
 
 class TokenEngine(Protocol):

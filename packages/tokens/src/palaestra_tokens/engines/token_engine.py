@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -337,6 +338,19 @@ class TokenServer(TokenChat):
                 url, prompt_tokens, f"{error}; it begins {raw[:200].decode(errors='replace')!r}"
             ) from None
 
+    def _versions_of(
+        self, url: URL, prompt_tokens: int, spans: Sequence[_VersionSpan] | None, sampled: int, label: str = ""
+    ) -> tuple[str, list[tuple[str, int]]]:
+        """Return the version of the weights that sampled the last tokens, by default the `label`, and the earlier ones
+        with their ends, as `Sampled` has them. Another program may change the weights while requests run: our own
+        updates end them."""
+        starts = [span.start for span in spans or ()]
+        if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+            raise self._wrong(url, prompt_tokens, f"its weight versions begin at the tokens {starts}")
+        visible = [span for span in spans or () if span.start < max(sampled, 1)]
+        earlier = [(span.version, after.start) for span, after in pairwise(visible)]
+        return visible[-1].version if visible else label, earlier
+
     def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
         return EngineReplyError(
             f"The model server at {public_url(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens "
@@ -404,12 +418,15 @@ class SGLangEngine(TokenServer):
             raise self.transport.refusal(url, reason.status_code, reason.message.encode())
         if contradiction := reply.contradiction(len(input_ids)):
             raise self._wrong(url, len(input_ids), contradiction)
+        known, label = info.weight_versions, str(info.weight_version or "")
+        version, earlier = self._versions_of(url, len(input_ids), known, len(info.ids), label)
         return Sampled(
             ids=info.ids,
             # The type checker needs the `or`: None was refused above.
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
             finish_reason=reason.type,
-            policy_version=str(info.weight_version or ""),
+            policy_version=version,
+            earlier=earlier,
         )
 
 
@@ -428,6 +445,14 @@ def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
     )
 
 
+class _VersionSpan(msgspec.Struct):
+    """The weights with this label sampled the tokens from `start` on (`WeightVersionSpan` of SGLang 0.5.23 and vLLM
+    0.33)."""
+
+    version: str
+    start: int
+
+
 class _SGLangFinish(msgspec.Struct):
     type: str
     message: str = ""
@@ -442,6 +467,7 @@ class _SGLangInfo(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     weight_version: str | int | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -561,8 +587,8 @@ class VLLMEngine(TokenServer):
         values = [value for value in logprobs.token_logprobs if value is not None]
         if not len(ids) == len(values) == len(logprobs.token_logprobs):
             raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {len(values)} log-probabilities")
-        version = choice.weight_versions[-1].version if choice.weight_versions else ""
-        return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason, policy_version=version)
+        version, earlier = self._versions_of(url, len(input_ids), choice.weight_versions, len(ids))
+        return Sampled(ids, values, choice.finish_reason, version, earlier)
 
     async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON], lane: str) -> Sampled:
         url = self.root_url / "generate"
@@ -612,16 +638,12 @@ class _VLLMLogprobs(msgspec.Struct):
     tokens: list[str] = []
 
 
-class _VLLMSpan(msgspec.Struct):
-    version: str
-
-
 class _VLLMChoice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _VLLMLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw(_NOT_SAID)
-    weight_versions: list[_VLLMSpan] | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
 
 class _VLLMUsage(msgspec.Struct):

@@ -28,6 +28,7 @@ _WIRE_ONLY = frozenset(
         "logprobs",
         "return_token_ids",
         "return_tokens_as_token_ids",
+        "return_weight_versions",
         "skip_special_tokens",
         "add_special_tokens",
         "stream",
@@ -123,6 +124,7 @@ class TokenLoopback:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(sampled.ids),
             "weight_version": sampled.policy_version,
+            **({"weight_versions": _weight_versions(sampled)} if sampled.earlier else {}),
             "output_token_logprobs": [[logprob, number, None] for number, logprob in _ids_with_logprobs(sampled)],
         }
         text = self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True)
@@ -154,6 +156,8 @@ class TokenLoopback:
                 "token_logprobs": list(sampled.logprobs),
             },
         }
+        if body.get("return_weight_versions"):
+            choice["weight_versions"] = _weight_versions(sampled)
         if self._token_ids and body.get("return_token_ids"):
             choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": prompt}
         used = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.ids)}
@@ -172,6 +176,10 @@ class TokenLoopback:
         return await self._engine.generate(
             input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
         )
+
+
+def _weight_versions(sampled: Sampled) -> list[JSON]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in sampled.spans]
 
 
 def _pieces_of(choice: Reply) -> Iterator[Reply]:

@@ -35,9 +35,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 async def sample(
     engine: TokenEngine, prompt: Prompt, settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
 ) -> list[Piece]:
-    """Sample the reply to `prompt[T]`: one piece, or several if requests were aborted. Aborted pieces extend the
-    prompt. `vocabulary` is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer
-    and `EngineUnavailable` if the engine keeps aborting."""
+    """Sample the reply to `prompt[T]`: one piece, or several if requests were aborted or the weights changed meanwhile.
+    All pieces but the last extend the prompt. `vocabulary` is the tokenizer's number of ids, if known. Raises
+    `EngineReplyError` for an impossible answer and `EngineUnavailable` if the engine keeps aborting."""
     pieces: list[Piece] = []
     left, empty = settings.get("max_tokens"), 0
     for _ in range(MAX_RESUMES):
@@ -45,6 +45,15 @@ async def sample(
         sampled = await engine.generate(prompt, settings if left is None else {**settings, "max_tokens": left})
         if problem := _problem(sampled, left, vocabulary):
             raise EngineReplyError(f"Engine '{engine.name}' answered a prompt of {len(prompt)} tokens with {problem}.")
+        for version, start, end in sampled.spans[:-1]:
+            # As if the server had aborted the request when it took new weights.
+            ids, logprobs = sampled.ids[start:end], sampled.logprobs[start:end]
+            pieces.append(Piece(Sampled(ids, logprobs, "abort", version), sent))
+            prompt.grow(array("i", ids))
+            sent, left = prompt.checksum, None if left is None else left - len(ids)
+        if sampled.earlier:
+            _, start, _ = sampled.spans[-1]
+            sampled = replace(sampled, ids=sampled.ids[start:], logprobs=sampled.logprobs[start:], earlier=())
         piece = Piece(sampled, sent)
         if sampled.finish_reason != "abort":
             return [*pieces, piece]
