@@ -477,6 +477,12 @@ class Training:
         self._note_needs(kind, numbers)
         if kind == EVALUATION:
             events.note(f"step {step}: held-out tasks {numbers['reward']:.3f} {sparkline(self._evaluations)}")
+            if 0 < self.config.warm == step < self.config.last_step and numbers["reward"] < _TOO_FEW:
+                # Few groups then have rewards that differ, and a step on rollouts takes much longer than these steps.
+                events.note(
+                    f"the model earns so little after the warm start that it will learn slowly; stop the run and give "
+                    f"more than {step} --warm-steps"
+                )
         elif kind == WARM_START:
             curve = sparkline(self._losses)
             events.note(
@@ -489,6 +495,10 @@ class Training:
                 f"loss {numbers['loss']:.3g}, log-probabilities differ by {numbers['logprob_difference']:.1e}, "
                 f"{numbers['rollout_s']:.1f} s + {numbers['train_s']:.1f} s"
             )
+
+
+_TOO_FEW = 0.1
+"""The mean reward after a warm start below which more supervised steps are suggested."""
 
 
 class _Done(Exception):

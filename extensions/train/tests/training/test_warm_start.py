@@ -30,12 +30,23 @@ spoken.score(score)
 
 def train(folder: Path, trainer: TabularTrainer | None = None, env: object = None, **given: Any) -> Any:
     settings = {"steps": 2, "groups": 2, "eval_every": 1, "eval_tasks": 3, "warm_steps": 4, **given}
-    resume = settings.pop("resume", None)
+    resume, progress = settings.pop("resume", None), settings.pop("progress", False)
     trainer = trainer or TabularTrainer(rate=2.0)
     extra = {} if resume is None else {"resume": str(resume)}
     return asyncio.run(
-        palaestra.train(env or spoken(), trainer=trainer, group_size=4, folder=folder, training=settings, **extra)
+        palaestra.train(
+            env or spoken(), trainer=trainer, group_size=4, folder=folder, training=settings, progress=progress, **extra
+        )
     )
+
+
+@pytest.mark.parametrize(("least", "advised"), [(2.0, 1), (0.0, 0)])
+def test_more_steps_are_suggested_after_a_warm_start_that_taught_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: float, advised: int
+) -> None:
+    monkeypatch.setattr("palaestra_train.training._TOO_FEW", least)
+    train(tmp_path, TabularTrainer(rate=1.0), warm_start="oracle", progress=True)
+    assert capsys.readouterr().err.count("more than 4 --warm-steps") == advised
 
 
 def kinds(run: Path) -> list[tuple[str, int]]:
