@@ -8,10 +8,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import palaestra as library
 from chat.chat_process import environment
@@ -41,40 +39,6 @@ def palaestra(folder: Path, *words: str, code: int = 0, patience_s: float = 400,
     )  # fmt: skip
     assert done.returncode == code, f"palaestra {' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-class Killable(Protocol):
-    """A server that can be killed and started."""
-
-    def start(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-def run_past_a_killed_server(folder: Path, server: Killable, *words: str) -> None:
-    """Run twelve groups of four, kill the server after the first group, start it, and resume the run if it ended."""
-    words = ("run", FILES_ENV, *words, "--tasks", "12", "--group", "4", "--concurrency", "2", *ONE_CALL)
-    output = folder / "output"
-    with (
-        output.open("wb") as stream,
-        subprocess.Popen(
-            [sys.executable, "-m", "palaestra", *words], cwd=folder, env=environment(folder), stdout=stream,
-            stderr=stream,
-        ) as running,
-    ):  # fmt: skip
-        try:
-            until = time.monotonic() + 120
-            while not any(file.stat().st_size for file in folder.glob("runs/*/*/groups.jsonl")):
-                assert time.monotonic() < until, output.read_text()
-                time.sleep(0.1)
-            server.kill()
-            server.start()
-            code = running.wait(400)
-        finally:
-            running.kill()
-    print(f"the run waited and ended with {code}" if code == 0 else "the run ended, and was resumed")
-    if code != 0:
-        palaestra(folder, "resume", "last")
 
 
 def replies_of(folder: Path) -> list[set[str]]:

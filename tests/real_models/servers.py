@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from real_models.doors import ROOT
+from chat.chat_process import environment
+from real_models.doors import FILES_ENV, ONE_CALL, ROOT, palaestra
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 LLAMA_SERVER = ROOT / ".venv-llama" / "bin" / "llama-server"
@@ -109,3 +111,29 @@ class LlamaServer(ModelServer):
             *(str(LLAMA_SERVER), "--model", str(self.model), "--alias", NAME, "--host", "127.0.0.1"),
             *("--port", str(self.port), "--parallel", "8", "--ctx-size", str(8 * WINDOW), "--no-kv-unified", "--no-ui"),
         ]
+
+
+def run_past_a_killed_server(folder: Path, server: ModelServer, *words: str) -> None:
+    """Run twelve groups of four, kill the server after the first group, start it, and resume the run if it ended."""
+    words = ("run", FILES_ENV, *words, "--tasks", "12", "--group", "4", "--concurrency", "2", *ONE_CALL)
+    output = folder / "output"
+    with (
+        output.open("wb") as stream,
+        subprocess.Popen(
+            [sys.executable, "-m", "palaestra", *words], cwd=folder, env=environment(folder), stdout=stream,
+            stderr=stream,
+        ) as running,
+    ):  # fmt: skip
+        try:
+            until = time.monotonic() + 120
+            while not any(file.stat().st_size for file in folder.glob("runs/*/*/groups.jsonl")):
+                assert time.monotonic() < until, output.read_text()
+                time.sleep(0.1)
+            server.kill()
+            server.start()
+            code = running.wait(400)
+        finally:
+            running.kill()
+    print(f"the run waited and ended with {code}" if code == 0 else "the run ended, and was resumed")
+    if code != 0:
+        palaestra(folder, "resume", "last")

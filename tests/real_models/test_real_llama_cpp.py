@@ -22,10 +22,9 @@ from real_models.doors import (
     ONE_CALL,
     palaestra,
     replies_of,
-    run_past_a_killed_server,
     talk_until_compacted,
 )
-from real_models.servers import LLAMA_MODEL, LLAMA_SERVER, NAME, WINDOW, LlamaServer
+from real_models.servers import LLAMA_MODEL, LLAMA_SERVER, NAME, WINDOW, LlamaServer, run_past_a_killed_server
 
 pytestmark = [
     pytest.mark.real_llama,

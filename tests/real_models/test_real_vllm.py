@@ -38,10 +38,9 @@ from real_models.doors import (
     exported_rows,
     palaestra,
     replies_of,
-    run_past_a_killed_server,
     varied_model,
 )
-from real_models.servers import DTYPE, NAME, PYTHON, WINDOW, VLLMServer
+from real_models.servers import DTYPE, NAME, PYTHON, WINDOW, VLLMServer, run_past_a_killed_server
 
 pytestmark = [
     pytest.mark.real_vllm,

@@ -52,6 +52,9 @@ _NEVER = (
     "`palaestra view last`, and at the score with `palaestra env check`"
 )
 
+_TOO_FEW = 0.1
+"""The mean reward after a warm start below which more supervised steps are suggested."""
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -480,7 +483,7 @@ class Training:
             if 0 < self.config.warm == step < self.config.last_step and numbers["reward"] < _TOO_FEW:
                 # Few groups then have rewards that differ, and a step on rollouts takes much longer than these steps.
                 events.note(
-                    f"the model earns so little after the warm start that it will learn slowly; stop the run and give "
+                    "the model earns so little after the warm start that it will learn slowly; stop the run and give "
                     f"more than {step} --warm-steps"
                 )
         elif kind == WARM_START:
@@ -495,10 +498,6 @@ class Training:
                 f"loss {numbers['loss']:.3g}, log-probabilities differ by {numbers['logprob_difference']:.1e}, "
                 f"{numbers['rollout_s']:.1f} s + {numbers['train_s']:.1f} s"
             )
-
-
-_TOO_FEW = 0.1
-"""The mean reward after a warm start below which more supervised steps are suggested."""
 
 
 class _Done(Exception):

@@ -7,7 +7,7 @@ Completions have OpenAI's shape and allow access by attribute and by key (`call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -222,6 +222,17 @@ class Sampled:
         parts = [*self.earlier, (self.policy_version, len(self.ids))]
         starts = [0, *(end for _, end in self.earlier)]
         return [(version, start, end) for start, (version, end) in zip(starts, parts, strict=True)]
+
+    def by_version(self) -> list[Sampled]:
+        """Return the parts that one version has sampled each. All but the last count as aborted: so a server ends a
+        request that shall not go on with new weights."""
+        if not self.earlier:
+            return [self]
+        parts = [
+            Sampled(self.ids[start:end], self.logprobs[start:end], "abort", version)
+            for version, start, end in self.spans
+        ]
+        return [*parts[:-1], replace(parts[-1], finish_reason=self.finish_reason)]
 
 
 class TokenEngine(Protocol):

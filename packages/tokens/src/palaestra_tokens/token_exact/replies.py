@@ -45,15 +45,11 @@ async def sample(
         sampled = await engine.generate(prompt, settings if left is None else {**settings, "max_tokens": left})
         if problem := _problem(sampled, left, vocabulary):
             raise EngineReplyError(f"Engine '{engine.name}' answered a prompt of {len(prompt)} tokens with {problem}.")
-        for version, start, end in sampled.spans[:-1]:
-            # As if the server had aborted the request when it took new weights.
-            ids, logprobs = sampled.ids[start:end], sampled.logprobs[start:end]
-            pieces.append(Piece(Sampled(ids, logprobs, "abort", version), sent))
-            prompt.grow(array("i", ids))
-            sent, left = prompt.checksum, None if left is None else left - len(ids)
-        if sampled.earlier:
-            _, start, _ = sampled.spans[-1]
-            sampled = replace(sampled, ids=sampled.ids[start:], logprobs=sampled.logprobs[start:], earlier=())
+        *before, sampled = sampled.by_version()
+        for part in before:
+            pieces.append(Piece(part, sent))
+            prompt.grow(array("i", part.ids))
+            sent, left = prompt.checksum, None if left is None else left - len(part.ids)
         piece = Piece(sampled, sent)
         if sampled.finish_reason != "abort":
             return [*pieces, piece]
