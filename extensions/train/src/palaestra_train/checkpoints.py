@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from palaestra.rollouts.journal.reader import LAST, list_runs
 from palaestra.rollouts.observe.training_steps import FOLDER, STEPS, read_steps
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, not_written, read_lines, read_regular, replaced, writing
@@ -181,6 +182,12 @@ def read_step_groups(run: Path) -> dict[int, StepGroups]:
             groups = msgspec.convert(line, StepGroups)
             found = {step: each for step, each in found.items() if step < groups.step} | {groups.step: groups}
     return found
+
+
+def training_named(run: str) -> str:
+    """Return the name of a training run: `last` is the latest one, whatever ran after it."""
+    trained = (folder for folder in list_runs() if (folder / FOLDER / SETTINGS).is_file()) if run == LAST else ()
+    return str(next(iter(trained), run))
 
 
 def read_settings(run: Path) -> dict[str, JSON]:

@@ -157,6 +157,7 @@ def command(
     from palaestra.rollouts.journal.reader import RUNS
     from palaestra_slots.core.exits import ended_by_second_interrupt
     from palaestra_tokens.config import APIServerConfig
+    from palaestra_train.checkpoints import training_named
     from palaestra_train.config import OFF_POLICY_NATS, TrainingConfig
     from palaestra_train.models.merge import merge as merge_weights
     from palaestra_train.models.merge import weights_folder
@@ -194,6 +195,7 @@ def command(
             environment, others = first_word(words, "ENV")
             form = load_environment(environment, Path.cwd())
         else:
+            resume = training_named(resume)
             environment, others = f"--resume {resume}", ["--resume", resume, *words]
             form, recorded, before = _recorded(resume)
             trainer = trainer or before["trainer"]

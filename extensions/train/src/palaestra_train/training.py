@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.console import duration
+from palaestra.rollouts.observe.intervals import in_words, mean_interval, with_interval
 from palaestra.rollouts.observe.training_steps import EVALUATION, FOLDER, STEP, WARM_START, read_steps
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
@@ -194,8 +196,11 @@ class Training:
                 raise ConfigError("a warm start needs demonstrations: start it with `palaestra train`")
             rows = await self._demonstrate(self._train, self._held_out)
             keep_rows(rows, self._files.path)
-        tokens = sum(sum(row.mask) for row in rows)
-        self._runner.run_context.events.note(f"warm start: {len(rows)} demonstrations, {tokens} tokens to learn")
+        replies = [sum(reply) for row in rows for learned, reply in groupby(row.mask) if learned]
+        self._runner.run_context.events.note(
+            f"warm start: {len(rows)} demonstrations, {sum(replies)} tokens to learn (the longest reply has "
+            f"{max(replies)})"
+        )
         return rows
 
     async def _warm_step(self) -> None:
@@ -313,7 +318,8 @@ class Training:
     async def _evaluate(self, step: int) -> bool:
         """Roll out the held-out tasks; return whether the mean reward is the best so far."""
         groups = await self._roll_out(self._held_out, self.config.eval_samples)
-        rewards = [each.reward for group in groups for each in group.scored if each.reward is not None]
+        by_task = [[each.reward for each in group.scored if each.reward is not None] for group in groups]
+        rewards = [reward for task in by_task for reward in task]
         if not rewards:
             raise TrainerError(f"step {step}: no rollout of the {len(groups)} held-out tasks was scored")
         mean, state = statistics.fmean(rewards), self._state
@@ -327,7 +333,8 @@ class Training:
         for group in groups:
             verdicts.add(group.scored)
         counts = {"rollouts": rollouts, "unscored_rollouts": rollouts - len(rewards)}
-        self._report_metrics(EVALUATION, {"reward": mean, **verdicts.numbers(), **counts})
+        rewarded = with_interval("reward", mean, mean_interval(by_task))
+        self._report_metrics(EVALUATION, {**rewarded, **verdicts.numbers(), **counts})
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
@@ -479,7 +486,9 @@ class Training:
         events.announce(MetricsLogged({"training/step": step, **named}))
         self._note_needs(kind, numbers)
         if kind == EVALUATION:
-            events.note(f"step {step}: held-out tasks {numbers['reward']:.3f} {sparkline(self._evaluations)}")
+            known = (numbers["reward/low"], numbers["reward/high"]) if "reward/low" in numbers else None
+            curve = sparkline(self._evaluations)
+            events.note(f"step {step}: held-out tasks {numbers['reward']:.3f}{in_words(known)} {curve}")
             if 0 < self.config.warm == step < self.config.last_step and numbers["reward"] < _TOO_FEW:
                 # Few groups then have rewards that differ, and a step on rollouts takes much longer than these steps.
                 events.note(

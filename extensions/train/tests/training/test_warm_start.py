@@ -16,6 +16,7 @@ import palaestra
 from palaestra import ConfigError, Say, Task, environment
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra_slots import TrainerError
+from palaestra_train.checkpoints import training_named
 from palaestra_train.warm_start import kept_rows
 
 
@@ -30,14 +31,41 @@ spoken.score(score)
 
 def train(folder: Path, trainer: TabularTrainer | None = None, env: object = None, **given: Any) -> Any:
     settings = {"steps": 2, "groups": 2, "eval_every": 1, "eval_tasks": 3, "warm_steps": 4, **given}
-    resume, progress = settings.pop("resume", None), settings.pop("progress", False)
-    trainer = trainer or TabularTrainer(rate=2.0)
-    extra = {} if resume is None else {"resume": str(resume)}
+    progress, trainer = settings.pop("progress", False), trainer or TabularTrainer(rate=2.0)
+    extra = {name: str(settings.pop(name)) for name in ("resume", "out") if name in settings}
     return asyncio.run(
         palaestra.train(
             env or spoken(), trainer=trainer, group_size=4, folder=folder, training=settings, progress=progress, **extra
         )
     )
+
+
+def test_an_evaluation_has_an_interval_and_the_longest_reply_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = train(tmp_path, TabularTrainer(rate=1.0), warm_start="oracle", progress=True)
+    shown = capsys.readouterr().err
+    found = [line for line in read_steps(report.run.folder) if line["kind"] == "evaluation"]
+    assert len(found) == 4
+    for line in found:
+        low, high = line["reward/low"], line["reward/high"]
+        assert 0 <= low <= line["reward"] <= high <= 1
+        assert low < high
+        assert f"held-out tasks {line['reward']:.3f} ({low:.3f} to {high:.3f}) " in shown
+    rows = kept_rows(report.run.folder / "training")
+    assert f"(the longest reply has {max(sum(row.mask) for row in rows)})" in shown  # a row has one reply
+
+
+def test_the_last_training_run_is_resumed_whatever_ran_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert training_named("last") == "last"
+    trained = Path("runs/files")
+    train(tmp_path, TabularTrainer(rate=1.0), out=trained)
+    palaestra.run_sync(spoken(), policy="oracle", group_size=1)
+    assert training_named("last") == str(trained)
+    assert training_named("runs/other") == "runs/other"
 
 
 @pytest.mark.parametrize(("least", "advised"), [(2.0, 1), (0.0, 0)])

@@ -18,7 +18,7 @@ from palaestra.rollouts.observe.training_steps import FOLDER
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
 from palaestra_slots.core.io.durable_files import new_folder, writing
-from palaestra_train.checkpoints import TrainingFiles, TrainingState
+from palaestra_train.checkpoints import TrainingFiles, TrainingState, training_named
 
 
 def best_checkpoint(run: str) -> Path:
@@ -27,7 +27,7 @@ def best_checkpoint(run: str) -> Path:
     path = Path(run)
     if (path / "state.json").is_file():
         return path
-    folder = find_run(run)
+    folder = find_run(training_named(run))
     if not (folder / FOLDER).is_dir():
         raise ConfigError(f"{folder} is not a training run")
     files = TrainingFiles(folder / FOLDER)

@@ -197,6 +197,13 @@ def test_rows_records_and_frames(tmp_path: Path) -> None:
     assert groups["scores"] == [1.0]
 
 
+def test_a_run_with_a_chosen_folder_is_listed_too(tmp_path: Path) -> None:
+    palaestra.run_sync(squares(n=1), policy="oracle").path.rename("runs/mine")
+    other = palaestra.run_sync(squares(n=1), policy="noop")
+    assert {path.name for path in palaestra.list_runs()} == {other.path.name, "mine"}
+    assert palaestra.open_run("mine").path == Path("runs/mine").resolve()
+
+
 def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
     first = palaestra.run_sync(squares(n=1), policy="oracle")
     second = palaestra.run_sync(squares(n=1), policy="noop")

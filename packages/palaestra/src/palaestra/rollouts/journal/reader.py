@@ -321,9 +321,8 @@ def _of_files(path: Path) -> Path:
 def list_runs(root: str | Path = RUNS) -> list[Path]:
     """Return the folders of the runs below `root`, the latest first. If `root` is `RUNS`, the named batches in
     `BATCHES` are included."""
-    journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
-    if Path(root, SET_NAME).is_file():
-        journals += Path(root).glob(f"*/{JOURNAL_NAME}")
+    # A run whose folder was chosen with `--out` may lie beside the folders of environments, as in an evaluation set.
+    journals = [*Path(root).glob(f"*/{JOURNAL_NAME}"), *Path(root).glob(f"*/*/{JOURNAL_NAME}")]
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
     return sorted((path.parent for path in journals), key=_began, reverse=True)
