@@ -17,7 +17,8 @@ venv:
 	@scripts/bootstrap
 	@.venv/bin/python packages/slots/hatch_build.py || true # it prints what to install; slots without namespaces work
 
-demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
+demo: ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
+	@scripts/bootstrap runtime
 	@.venv/bin/python scripts/demo.py
 
 wheels: venv ## build the wheels of all packages: dist/

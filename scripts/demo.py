@@ -22,7 +22,8 @@ from palaestra_contract import SweSmithOracleEnv
 from palaestra_suites import SweBuildOptions, SweSmithOracleEnvConfig
 
 TASKS = Path("data/demo/tasks.jsonl")
-GROUP_SIZE = 4
+GROUP_SIZES = {"oracle": 4, "noop": 1}
+"""The rollouts of a task by policy. Doing nothing once shows that the tests fail."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Played:
         """Whether every rollout of every task got the required official verdict and reward."""
         groups = self.run.groups
         figures = [[(each.official_reward, each.reward) for each in group.trajectories] for group in groups]
-        return bool(groups) and all(each == [(self.wanted, self.wanted)] * GROUP_SIZE for each in figures)
+        wanted = [(self.wanted, self.wanted)] * GROUP_SIZES[self.policy]
+        return bool(groups) and all(each == wanted for each in figures)
 
 
 def main() -> int:
@@ -79,7 +81,7 @@ def play(policy: str) -> Run:
         SweSmithOracleEnv,
         policy=policy,
         tasks=-1,
-        group_size=GROUP_SIZE,
+        group_size=GROUP_SIZES[policy],
         dataset_name=str(TASKS),
         shuffle=False,
         progress=True,
