@@ -2,7 +2,8 @@
 
 `make durations` runs the tests, records the seconds of each, and calls this script. A test function most of whose
 cases are slow is listed once, without parameters. With --files, print the test files that have a slow test instead,
-so that `make test-slow` collects only those.
+so that `make test-slow` collects only those. With --add, the tests that are listed already stay, as after a run of the
+quick tests alone.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("durations", nargs="?", type=Path, help="the JSON file that `pytest --durations-file` wrote")
     parser.add_argument("--files", action="store_true", help="print the test files that have a slow test")
+    parser.add_argument("--add", action="store_true", help="keep the tests that are listed already")
     options = parser.parse_args()
     if options.files:
         print("\n".join(slow_files()))
@@ -51,6 +53,8 @@ def main() -> None:
         parser.error("name the file of durations, or use --files")
     seconds = json.loads(options.durations.read_text(encoding="utf-8"))
     found = slow_tests(seconds)
+    if options.add:
+        found = sorted({*found, *LISTED.read_text(encoding="utf-8").splitlines()})
     LISTED.write_text("".join(f"{each}\n" for each in found), encoding="utf-8")
     print(f"{LISTED.relative_to(ROOT)}: {len(found)} of {len(seconds)} tests")
 

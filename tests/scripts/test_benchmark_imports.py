@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+TESTS = [ROOT / "tests", *ROOT.glob("packages/*/tests"), *ROOT.glob("extensions/*/tests")]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -35,6 +36,6 @@ def test_a_benchmark_finds_what_it_imports_from_tests(path: Path) -> None:
     folders = [ROOT / name for name in re.findall(r'sys\.path\.insert\(0, .*parents\[1\] / "(.*)"\)', text)]
     for node in ast.walk(ast.parse(text)):
         parts = (getattr(node, "module", None) or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
-        if any((tests / parts[0]).is_dir() for tests in (ROOT / "tests", *ROOT.glob("*/*/tests")) if parts[0]):
+        if parts[0] and any((tests / parts[0]).is_dir() for tests in TESTS):
             found = [folder / "/".join(parts) for folder in folders]
             assert any(each.is_dir() or each.with_suffix(".py").is_file() for each in found), ".".join(parts)
