@@ -731,7 +731,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
             stored = await slot.execute(_STORED.format(blob=blob), cwd="/", timeout_s=_WAIT_S)
             places = [each for each in await _copies(slot, data) if each != path]
-            places += [f"the history of {line}" for line in stored.output.split("\n") if line.strip()]
+            places += [f"{_HISTORY}{line}" for line in stored.output.split("\n") if line.strip()]
             if places:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
                 # The task may ask for a copy or another name of this very file.
@@ -908,7 +908,10 @@ def _text_of(solution: Solution | None) -> str:
 def _names_file(solution: str, place: str, written: str) -> bool:
     """Return whether the text of a solution names the file at `place`, whose content it leaves in `written`: by its
     path or its name, or, for a command that copies, by a folder above it. A name without a dot may be a word of the
-    content, so it counts only for such a command too."""
+    content, so it counts only for such a command too. A history counts as named for a command of git that takes files
+    from one."""
+    if place.startswith(_HISTORY):
+        return _FROM_HISTORY.search(solution) is not None
     path = PurePosixPath(place)
     own = path.relative_to(WORKSPACE) if path.is_relative_to(WORKSPACE) else path
     words, copies = {place, str(own)}, _COPIES.search(solution)
@@ -918,6 +921,12 @@ def _names_file(solution: str, place: str, written: str) -> bool:
         words |= {str(each) for each in own.parents if str(each) not in (".", "/")}
     return any(re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w-]|\.\w)", solution) for each in words)
 
+
+_HISTORY = "the history of "
+
+_FROM_HISTORY = re.compile(
+    r"\bgit\b[^\n;&|]*?\s(merge|revert|cherry-pick|rebase|restore|reset|stash|show|am|(checkout|switch)(?!\s+-[bBcC]))\b"
+)
 
 _COPIES = re.compile(r"\b(cp|mv|ln|rsync|tar|install|rename|copy\w*|move)\b")
 

@@ -17,6 +17,11 @@ from palaestra_audit.checks import _has, _is_told, _names_file
         ("printf 'a fox' > fox.txt", "/workspace/.hidden/fox", "/workspace/fox.txt", False),
         ("printf x > src/a.py", "/workspace/src/old/a.py", "/workspace/src/a.py", False),
         ("cp x a.py", "the history of /workspace", "/workspace/a.py", False),
+        ("git -C repo merge --no-ff bridge", "the history of /workspace/repo", "/workspace/repo/a.py", True),
+        ("cd repo && git checkout HEAD~2 -- a.py", "the history of /workspace/repo", "/workspace/repo/a.py", True),
+        ("git show old:a.py > a.py", "the history of /workspace", "/workspace/a.py", True),
+        ("git checkout -b fix && git commit -am fix", "the history of /workspace", "/workspace/a.py", False),
+        ("git add a.py; echo reset > b.txt", "the history of /workspace", "/workspace/a.py", False),
     ],
 )
 def test_a_file_that_the_solution_names_is_no_leak(solution: str, place: str, written: str, named: bool) -> None:
