@@ -174,7 +174,7 @@ FAULTS = (
     _fault(1, "roman-year", "leaks", "The question has its answer.",
            ("MCMXLIV? Reply", "MCMXLIV (the answer is 1944)? Reply")),
     _own_check(1, "caesar", "false_zero", "A reply with a line feed at its end is refused.",
-               "return trace.last_reply == data.answer"),
+               "return trace.assistant_messages[-1].content == data.answer"),  # last_reply has no blanks at its ends
     _fault(1, "sort-words", "duplicate", "The same words and question, put a little differently.",
            ('job("sort-words"', 'job("sort-words-again"'),
            ("Sort these words by their length, and those of equal length alphabetically: quince, fig, \"\n    \"plum,",

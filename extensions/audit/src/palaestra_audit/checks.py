@@ -330,7 +330,7 @@ _FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "ANSWER: {}", "#### {}", "<answer
 
 
 _FILES = re.compile(
-    r"[\w-]\.\w|/\w|\b(files?|folders?|director(y|ies)|commands?|repository|code|script)\b", re.IGNORECASE
+    r"[\w-]\.[^\W\d]|/[^\W\d]|\b(files?|folders?|director(y|ies)|commands?|repository|code|script)\b", re.IGNORECASE
 )
 
 

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -206,12 +206,14 @@ def variants(before: Mapping[str, bytes], after: Mapping[str, bytes], asked: str
     """Yield variants of the files `after` of a solution that are as right. What the prompt `asked` names stays."""
     left = {path: data for path, data in after.items() if data != before.get(path) and len(data) <= MOST_BYTES}
     modules = [each for path in left if is_code(path) and (each := parsed(path, before.get(path, b""), left[path]))]
-    for what, change in {
+    changes: Mapping[str, Callable[[Module], bytes | None]] = {
         "a comment at the end of": lambda module: module.source.rstrip(b"\n") + b"\n\n# the end\n",
         "a blank line at the end of": lambda module: module.source + b"\n",
         "the code laid out anew in": lambda module: (ast.unparse(module.tree) + "\n").encode(),
         "local names renamed in": _renamed,
-    }.items():
+        "other equal expressions in": lambda module: _reexpressed(module, asked),
+    }
+    for what, change in changes.items():
         made = {each.path: new for each in modules if (new := change(each)) is not None and new != each.source}
         if made:
             yield Changed(f"{what} {', '.join(made)}", made, certain=True, names=change is _renamed)
@@ -270,6 +272,65 @@ def _renamed(module: Module) -> bytes | None:
             if name.id in stored:
                 name.id, count = f"{name.id}_value", count + 1
     return (ast.unparse(tree) + "\n").encode() if count else None
+
+
+def _reexpressed(module: Module, asked: str) -> bytes | None:
+    """Write some expressions of the functions that the solution changed in another way, with the same values; None if
+    there are none. Calls of built-in functions that the prompt does not name go through another name."""
+    tree = copy.deepcopy(module.tree)
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    bound |= {name for node in ast.walk(tree) if isinstance(name := getattr(node, "name", None), str)}
+    bound |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    known = bound | set(re.findall(r"\w+", asked))
+    calls = {name for name in _BUILT_IN - known if f"{name}_of" not in known and "*" not in bound}
+    writer = _Reexpressed(calls)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and module.changes(function):
+            function.body = [writer.visit(statement) for statement in function.body]
+    if not writer.count:
+        return None
+    heads = (ast.Import, ast.ImportFrom, ast.Expr)
+    place = len([*itertools.takewhile(lambda each: isinstance(each, heads), tree.body)])
+    tree.body[place:place] = [
+        ast.Assign([ast.Name(f"{name}_of", ast.Store())], ast.Name(name, ast.Load())) for name in sorted(writer.used)
+    ]
+    return (ast.unparse(ast.fix_missing_locations(tree)) + "\n").encode()
+
+
+_BUILT_IN = frozenset(("sorted", "min", "max", "sum", "any", "all", "len", "enumerate", "zip", "reversed", "range"))
+_MIRRORED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.Eq, ast.NotEq: ast.NotEq,
+}  # fmt: skip
+
+
+class _Reexpressed(ast.NodeTransformer):
+    """Writes expressions in another way, and counts them; `used` are the built-in functions that got another name."""
+
+    def __init__(self, calls: Set[str]) -> None:
+        self.calls, self.used, self.count = calls, set[str](), 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.calls:
+            self.used.add(node.func.id)
+            self.count += 1
+            node.func = ast.Name(f"{node.func.id}_of", ast.Load())
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        right, mirrored = node.comparators[0], _MIRRORED.get(type(node.ops[0]))
+        # A constant has no effect and no order of its own, so it can be asked first.
+        if len(node.ops) == 1 and mirrored and isinstance(right, ast.Constant) and isinstance(right.value, int):
+            self.count += 1
+            return ast.Compare(right, [mirrored()], [node.left])
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        self.count += 1
+        return ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.orelse, node.body)
 
 
 def _other_names(
@@ -368,3 +429,11 @@ def reply_variants(reply: str) -> Iterator[tuple[str, str]]:
     yield "with a newline at its end", f"{reply}\n"
     if reply.endswith("."):
         yield "without its full stop", reply[:-1]
+    if _SIGNS.fullmatch(reply) and (close := re.sub(r"[ \t]*([^\d\s])[ \t]*", r"\1", reply)) != reply:
+        yield "without the blanks between its numbers and signs", close
+    if (laid_out := _other_layout(reply.encode())) is not None:
+        yield "with its JSON laid out anew", laid_out.decode()
+
+
+_SIGNS = re.compile(r"[\d \t/,.:;=+*()-]+")
+"""A reply of numbers and signs. A blank between two numbers stays."""

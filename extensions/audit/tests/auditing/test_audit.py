@@ -594,6 +594,7 @@ def asked():
     yield Task(id="blank", prompt="What is the capital of Peru?", answer="Lima ")
     yield Task(id="plain", prompt="What is the capital of Peru?", answer="Lima")
     yield Task(id="boxed", prompt="What is three times four?", answer=12)
+    yield Task(id="fraction", prompt="What is 3/8 + 1/6, or 0.5 + 2.5?", answer="13/24 ")
     yield Task(id="file", prompt="Write the capital of Peru to capital.txt.", answer="Lima")
 
 @asked.score
@@ -603,7 +604,7 @@ async def right(task, rollout, sandbox):
 """)
     found = audit("asked_env.py", "--only", "unsolvable")
     notes = {task.id: [each.note for each in task.findings] for task in found.tasks}
-    assert notes == {"blank": [True], "plain": [], "boxed": [], "file": []}
+    assert notes == {"blank": [True], "plain": [], "boxed": [], "fraction": [True], "file": []}
     assert [task.id for task in found.tasks if task.untried] == ["file"]
 
 

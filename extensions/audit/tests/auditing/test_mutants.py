@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from palaestra_audit.mutants import mutants, variants
+from palaestra_audit.mutants import mutants, reply_variants, variants
 
 CODE = b'''"""Words."""
 
@@ -44,11 +46,11 @@ def only(files: Mapping[str, bytes | None]) -> bytes:
 
 def test_variants_of_code_keep_its_results() -> None:
     found = {each.what: each for each in variants({}, {"work.py": CODE}, "first and is_long")}
-    assert len(found) == 5
+    assert len(found) == 6
     for what, each in found.items():
         assert ran(only(each.files)) == ran(CODE), what
         assert only(each.files) != CODE
-    assert [each.certain for each in found.values()] == [True, True, True, True, False]
+    assert [each.certain for each in found.values()] == [True, True, True, True, True, False]
     renamed = only(found["local names renamed in work.py"].files)
     assert b"found_value" in renamed
     assert b"LIMIT_value" not in renamed
@@ -229,3 +231,51 @@ def test_texts_are_changed_unless_only_people_read_them() -> None:
 def test_only_the_end_of_a_text_is_changed(path: str, data: bytes, made: bytes | None) -> None:
     found = [each for each in mutants({}, {path: data}) if "last line" in each.what]
     assert [only(each.files) for each in found] == ([] if made is None else [made])
+
+
+@pytest.mark.parametrize(
+    ("reply", "others"),
+    [
+        ("55", {"55\n"}),
+        ("13 / 24", {"13 / 24\n", "13/24"}),
+        ("1, 2 3", {"1, 2 3\n", "1,2 3"}),
+        ("Yes, it is.", {"Yes, it is.\n", "Yes, it is"}),
+        ('{"a": 1}', {'{"a": 1}\n', '{\n  "a": 1\n}'}),
+    ],
+)
+def test_other_forms_of_a_reply_mean_the_same(reply: str, others: set[str]) -> None:
+    assert {text for _, text in reply_variants(reply)} == others
+
+
+EQUAL = b'''"""Words."""
+import re
+
+first = 1
+
+
+def longest(words, least=2):
+    kept = sorted(word for word in words if len(word) > 3)
+    return kept[0] if kept else min(words, default=None) if first == 1 else max(words)
+'''
+
+
+def test_expressions_are_written_in_another_way_with_the_same_values() -> None:
+    (made,) = (each for each in variants({}, {"a.py": EQUAL}, "Use max().") if each.what.startswith("other equal"))
+    assert made.certain
+    text = (made.files["a.py"] or b"").decode()
+    assert not re.search(r"\b(sorted|min|len)\(", text)
+    assert "max(words)" in text  # the prompt names it
+    assert text.index("sorted_of = sorted") < text.index("first = 1")
+    results = []
+    for source in (EQUAL, made.files["a.py"]):
+        space: dict[str, Any] = {}
+        exec(source or b"", space)
+        results.append([space["longest"](words) for words in (["ab", "abcde", "abcd"], ["b", "a"], [])])
+    assert results[0] == results[1] == ["abcd", "a", None]
+
+
+@pytest.mark.parametrize(
+    "code", [b"def f(x, len):\n    return len(x)\n", b"from a import *\ndef f(x):\n    return len(x)\n"]
+)
+def test_a_name_that_may_be_bound_is_no_built_in_function(code: bytes) -> None:
+    assert not any(each.what.startswith("other equal") for each in variants({}, {"a.py": code}))
