@@ -12,6 +12,7 @@ Needs the extra `train` (torch, transformers).
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -278,13 +279,16 @@ def _nucleus(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Suppress the progress bars of `transformers`, which would write over Palaestra's output."""
+    """Suppress the progress bars of `transformers`, which would write over Palaestra's output, and its warning of a
+    name that `peft` still uses."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
