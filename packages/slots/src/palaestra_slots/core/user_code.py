@@ -252,12 +252,17 @@ def load_file(path: Path) -> ModuleType:
     """Import a Python file, which can import modules next to it. In a package, it can use relative imports, as with
     `python -m`. Raises `ConfigError`."""
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a Python file with an environment")
+        raise ConfigError(
+            f"{path} is a folder without tasks (a folder each, with task.toml, task.yaml or task.json), and no Python "
+            "file with an environment"
+        )
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)
         hint = f". Did you mean {path.with_name(near[0])}?" if near else ""
         raise ConfigError(f"there is no file {path}{hint}")
+    if path.suffix not in (".py", ""):
+        raise ConfigError(f"{path} is not a Python file with an environment")
     module_name = f"{_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path, loader=_FreshLoader(module_name, str(path)))
     assert spec is not None

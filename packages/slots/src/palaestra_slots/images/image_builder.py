@@ -86,7 +86,7 @@ class ImageBuilder:
         named = recipe.docker_image
         pull = f"pull it without one (`palaestra images pull {named}`), " if named and is_image_name(named) else ""
         raise TaskError(
-            f"{reason.rstrip('.')}. Its image needs a container tool: {pull}start one, build its Dockerfile in a slot "
+            f"{reason.rstrip('.?')}. Its image needs a container tool: {pull}start one, build its Dockerfile in a slot "
             f"with --env.base_image host, or give a prebuilt root file system with --env.image_dir"
         )
 
