@@ -255,7 +255,7 @@ FAULTS = (
           ("solution/solve.sh", "find . -type f -name '*.conf' -print0 | tar --null -T - -cf ../configs.tar",
            "find . -type f -name '*.conf' -print0 | bsdcpio -0 -o -H ustar > ../configs.tar")),
     fault(1, SOUND, "login-names", "leaks", "The image has the expected file in a folder of the workspace.",
-          ("run", "", "mkdir .cache && printf 'dora\\\\nzoe\\\\nadam\\\\n' > .cache/expected_users.txt")),
+          ("run", "", "mkdir .cache && printf 'dora\\nzoe\\nadam\\n' > .cache/expected_users.txt")),
     fault(1, SOUND, "permissions", "hackable", "The verifier runs a script of the workspace.",
           ("tests/test.sh", "cd /app && find tree -printf '%m %y %p\\n' | LC_ALL=C sort | cmp -s - /tests/expected.txt",
            "bash /app/check_tree.sh"),

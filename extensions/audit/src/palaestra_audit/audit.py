@@ -14,7 +14,7 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,7 +92,18 @@ class Plan:
         return [kind for kind in Kind if (not self.only or kind in self.only) and kind not in self.skip]
 
 
-Progress = Callable[[Audit, TaskAudit], None]
+class Progress:
+    """Is told how an audit goes on, and tells nobody."""
+
+    def ended(self, task: TaskAudit, kept: bool) -> None:
+        """A task has ended; `kept` results are those of an earlier audit."""
+
+    def playing(self, running: Mapping[str, int]) -> None:
+        """These tasks are being audited, with the number of their trials so far; at first, all tasks are prepared."""
+
+
+_TOLD_S = 20
+"""After this many seconds, the tasks that are audited are named again."""
 
 
 def audit_environment(plan: Plan, progress: Progress) -> Audit:
@@ -131,12 +142,19 @@ async def _audit(
         others_kept = _beyond(tasks, earlier, audit, plan)
         found: dict[str, TaskAudit] = {}
         solved: dict[str, str] = {}
+        running: dict[str, Audited] = {}
 
         def update_tasks() -> None:
             # What an earlier audit found about tasks that are still to come stays in the file.
             every = known | found
             audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
 
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(_TOLD_S)
+                progress.playing({name: each.played for name, each in running.items()})
+
+        telling = asyncio.create_task(tell())
         with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
             done = {name for name, each in known.items() if each.complete}
             await trials.play_fresh({place: task for place, task in enumerate(tasks) if task.id not in done})
@@ -150,18 +168,19 @@ async def _audit(
                 if resolved is not None and (resolved.solution or resolved.answer) is not None:
                     solved[task.id] = _stable_json([repr(resolved.solution), repr(resolved.answer)])
                 old = known.get(task.id)
-                if old is not None and old.digest == digest and old.complete:
+                kept = old is not None and old.digest == digest and old.complete
+                if old is not None and kept:
                     found[task.id] = old
                 elif plan.budget_s is not None and time.monotonic() - began > plan.budget_s:
                     audit.left += 1
                     return
                 else:
                     found[task.id] = await _audit_task(
-                        task, position, resolved, error, digest, trials, plan, _sisters(tasks, position)
+                        task, position, resolved, error, digest, trials, plan, running, _sisters(tasks, position)
                     )
                     update_tasks()
                     write_audit(audit, plan.out)  # the file has what earlier audits found
-                progress(audit, found[task.id])
+                progress.ended(found[task.id], kept)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -172,6 +191,8 @@ async def _audit(
                 if isinstance(error, PalaestraError):
                     raise error from errors
             raise
+        finally:
+            telling.cancel()
         update_tasks()
         if Kind.DUPLICATE in plan.kinds:
             _add_duplicates(audit, tasks, solved, others, asked_later=environment.has_user)
@@ -284,6 +305,7 @@ async def _audit_task(
     digest: str,
     trials: Trials,
     plan: Plan,
+    running: MutableMapping[str, Audited],
     sisters: Sequence[Task] = (),
 ) -> TaskAudit:
     began, result = time.monotonic(), TaskAudit(id=task.id, digest=digest)
@@ -292,6 +314,7 @@ async def _audit_task(
         result.complete = False
         return result
     audited = Audited(task, resolved, number, trials, BANK, plan.repeats, sisters=sisters)
+    running[task.id] = audited
     try:
         await audited.begin()
         if audited.unprepared:  # often because of what this machine lacks
@@ -319,6 +342,7 @@ async def _audit_task(
         result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_error_text(failure)}"))
         result.complete = False
     finally:
+        del running[task.id]
         for name in {task.id, resolved.id}:
             await asyncio.shield(trials.forget(name))
     stages = audited.rollout.beside.stages if audited.rollout is not None else {}

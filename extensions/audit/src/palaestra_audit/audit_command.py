@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -111,39 +112,64 @@ def run(
     and audits only tasks that have changed. The exit code is 1 if there are findings, and 3 if parts are missing.
     """
     from palaestra.envs.config.command_line import first_word
-    from palaestra_audit import report
-    from palaestra_audit.audit import Plan, audit_environment
+    from palaestra_audit.audit import Plan, Progress, audit_environment
     from palaestra_audit.checks import JOBS
     from palaestra_audit.patches import Patches
 
     environment, others = first_word([environment, *settings], "ENV")
     name = Path(environment).resolve().name if Path(environment).exists() else environment
-    folder = out if out is not None else Path("audits", re.sub(r"[^\w.-]+", "-", name.removesuffix(".py")))
-    folder.mkdir(parents=True, exist_ok=True)
+    own = re.sub(r"[^\w.-]+", "-", name.removesuffix(".py")).strip("-")
+    folder = out if out is not None else Path("audits", own)
     path, chosen = folder / "audit.json", (frozenset(map(Kind, only)), frozenset(map(Kind, skip)))
     plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
     began, counted = time.monotonic(), itertools.count(1)
 
-    def progress(audit: Audit, task: TaskAudit) -> None:
-        certain = [each for each in task.findings if not each.note]
-        found = ", ".join(dict.fromkeys(str(each.kind) for each in certain)) or "ok"
-        line = f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s"
-        click.echo(printable(line), err=True)
+    class Told(Progress):
+        def ended(self, task: TaskAudit, kept: bool) -> None:
+            kinds = {each.kind: each for each in reversed(task.findings) if not each.note}
+            tried = task.trials and not set(plan.kinds) <= {each.kind for each in task.untried}
+            nothing = "not tried" if not tried else "ok" if task.complete else "not complete"
+            found = ", ".join(map(str, reversed(kinds))) or nothing
+            before = ", kept from an earlier audit" if kept else ""
+            lines = [
+                f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
+            ]
+            lines += [f"    {each.id}: {each.what}" for each in reversed(kinds.values()) if not kept]
+            click.echo(printable("\n".join(lines)), err=True)
 
-    audit = audit_environment(plan, progress)
-    (folder / "audit.html").write_text(report.as_html(audit, path), encoding="utf-8", errors="replace")
-    (folder / "audit.sarif").write_text(json.dumps(report.as_sarif(audit, path), indent=1), encoding="utf-8")
-    if badge:
-        (folder / "badge.svg").write_text(report.as_badge(audit), encoding="utf-8")
+        def playing(self, running: Mapping[str, int]) -> None:
+            each = ", ".join(f"{task} ({plural(trials, 'trial')})" for task, trials in running.items())
+            click.echo(printable(f"auditing {each}" if each else "preparing the tasks"), err=True)
+
+    try:
+        audit = audit_environment(plan, Told())
+    except KeyboardInterrupt:
+        if path.is_file():
+            _write_reports(read_audit(path), path, badge)
+        click.echo("stopped: the same command goes on with the tasks that are left", err=True)
+        raise
+    _write_reports(audit, path, badge)
     if as_json:
         click.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
-        for line in report.as_text(audit, path):
+        from palaestra_audit.report import as_text
+
+        for line in as_text(audit, path):
             click.echo(printable(line))
         click.echo(f"{folder / 'audit.html'} ({time.monotonic() - began:.0f} s)")
     for line in Patches(audit, plan, patch).write() if patch is not None else ():
         click.echo(printable(line), err=as_json)
     context.exit(FOUND if not audit.sound else 0 if audit.complete else INCOMPLETE)
+
+
+def _write_reports(audit: Audit, path: Path, badge: bool) -> None:
+    """Write the reports beside the file of the audit."""
+    from palaestra_audit.report import as_badge, as_html, as_sarif
+
+    path.with_suffix(".html").write_text(as_html(audit, path), encoding="utf-8", errors="replace")
+    path.with_suffix(".sarif").write_text(json.dumps(as_sarif(audit, path), indent=1), encoding="utf-8")
+    if badge:
+        (path.parent / "badge.svg").write_text(as_badge(audit), encoding="utf-8")
 
 
 @command.command("replay", context_settings={"ignore_unknown_options": True})
@@ -200,7 +226,8 @@ def compare(as_json: bool, old: Path, new: Path) -> None:
     """
     from palaestra_audit.report import compared
 
-    found = compared(read_audit(old), read_audit(new))
+    before, after = read_audit(old), read_audit(new)
+    found = compared(before, after)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -208,4 +235,6 @@ def compare(as_json: bool, old: Path, new: Path) -> None:
         for text in found[name]:
             click.echo(printable(f"{name}: {text}"))
     missing = f" ({found['incomplete']} more not complete)" if found["incomplete"] else ""
+    if before.kinds != after.kinds:
+        click.echo(f"only the kinds that both looked for: {', '.join(found['kinds']) or 'none'}")
     click.echo(f"{plural(found['tasks'], 'task')} in both{missing}; {plural(len(found['same']), 'finding')} the same")

@@ -322,6 +322,13 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
         if audited.solved.official is not None and audited.solved.official >= FULL:
             what += ", although the benchmark's own protocol accepts it"
         trial, why = Trial(steps=[REFERENCE]), audited.solved.error or cause
+        for _ in range(audited.repeats - 1):
+            again, _, _ = await audited.play(trial)
+            if again.reward != audited.solved.reward:
+                audited.flaky = True
+                what += f" and, played again, {_scored(again)}"
+                yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", trial=trial, verdict=again)
+                return
         yield Finding(kind=Kind.UNSOLVABLE, what=what, wanted="1", detail=why, trial=trial, verdict=audited.solved)
 
 
@@ -487,6 +494,9 @@ async def hackable(audited: Audited) -> AsyncIterator[Found]:
     if audited.leak:
         yield Untried(Kind.HACKABLE, _LEAKS_STATE)
         return
+    if audited.flaky:
+        yield Untried(Kind.HACKABLE, _FLAKY)
+        return
     cheats = [each for each in audited.cheats if each not in DERIVED]  # other kinds
     proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, cheats, always=True)
     began = time.monotonic()
@@ -602,6 +612,8 @@ async def flaky(audited: Audited) -> AsyncIterator[Found]:
         why, trial = audited.refused.error, Trial()
         yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", detail=why, trial=trial, verdict=audited.refused)
         return
+    if audited.flaky:
+        return  # another check has seen it
     work, trial = "the reference solution", Trial(steps=[audited.reference])
     if audited.task.solution is None and audited.holds:
         work = "the answer as the reply"

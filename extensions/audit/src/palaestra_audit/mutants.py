@@ -141,6 +141,7 @@ _OTHER: Mapping[type[ast.AST], ast.AST] = {
 
 _LEFT_OUT = ("sorted", "set", "abs", "round", "reversed", "int", "str", "float")
 """Functions in whose place mutation testing puts their argument."""
+_OPPOSITE = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def _other_operators(module: Module) -> Iterator[Changed]:
@@ -197,6 +198,8 @@ def _mutated(node: ast.expr) -> ast.expr | None:
         return ast.Constant(f"{node.value}x")
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return node.operand
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _OPPOSITE:
+        return ast.Call(ast.Name(_OPPOSITE[node.func.id], ast.Load()), node.args, node.keywords)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _LEFT_OUT:
         return node.args[0] if len(node.args) == 1 and not node.keywords else None
     return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from palaestra.tools.patching.edit_diff import whole_diff
-from palaestra_audit.audit import Plan, audit_environment
+from palaestra_audit.audit import Plan, Progress, audit_environment
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit
 from palaestra_slots.core.errors import PalaestraError
 from palaestra_slots.core.io.durable_files import read_regular, replaced, writing
@@ -238,7 +238,7 @@ class Patches:
                            skip=(), against=None, ids=ids)  # fmt: skip
             try:
                 _copy_with_change(source, change, copy)
-                new = audit_environment(plan, lambda audit, task: None)
+                new = audit_environment(plan, Progress())
             except (OSError, PalaestraError) as error:
                 return f"the changed copy cannot be audited: {error}"
         if not new.complete or {each.id for each in new.tasks} != set(ids):

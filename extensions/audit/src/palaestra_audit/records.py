@@ -171,17 +171,21 @@ class Audit(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def write_audit(audit: Audit, path: Path) -> None:
-    """Write the audit to a file, in one step. Raises `DiskError`."""
+    """Write the audit to a file in a folder that may be new, in one step. Raises `DiskError`."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), replaced(path) as file:
         file.write(msgspec.json.format(encoded(audit), indent=1) + b"\n")
 
 
 def read_audit(path: Path) -> Audit:
-    """Read the file of an audit. Raises `ConfigError`."""
+    """Read the file of an audit, or that in the folder `path`. Raises `ConfigError`."""
+    path = path / "audit.json" if path.is_dir() else path
     try:
         audit = msgspec.json.decode(path.read_bytes(), type=Audit)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path} is not an audit: {error}. `palaestra audit ENV` writes one") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} is not an audit: {why}. `palaestra audit ENV` writes one") from error
     if audit.schema != SCHEMA:
         raise ConfigError(f"{path} has the schema {audit.schema}, and this version reads {SCHEMA}")
     return audit

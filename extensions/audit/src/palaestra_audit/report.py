@@ -80,7 +80,7 @@ def as_html(audit: Audit, path: Path) -> str:
     head = "".join(f"<th title='{html.escape(ABOUT[kind])}'>{kind.replace('_', ' ')}</th>" for kind in kinds)
     rows = "".join(_table_row(task, kinds) for task in audit.tasks)
     counts = Counter(each.kind for _, each in audit.findings() if not each.note)
-    summary = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in counts.items()) or "nothing but notes"
+    summary = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in counts.items()) or "none"
     slow = sorted(audit.tasks, key=lambda task: -task.stages.get("whole", 0.0))[:_SLOWEST]
     times = "".join(
         f"<tr><td>{html.escape(task.id)}</td>"
@@ -88,12 +88,14 @@ def as_html(audit: Audit, path: Path) -> str:
         + "</tr>"
         for task in slow
     )
+    partly = sum(not task.complete for task in audit.tasks)
     details = "".join(_section(task, path) for task in audit.tasks if task.findings or task.untried)
     return _PAGE.format(
         title=html.escape(f"Audit of {audit.environment}"),
         about=html.escape(
             f"{plural(len(audit.tasks), 'task')} on {audit.started_at}, version {audit.version}. Findings: {summary}. "
             + (f"{plural(audit.left, 'task')} not audited. " if audit.left else "")
+            + (f"{plural(partly, 'task')} not audited completely. " if partly else "")
             + "What was not tried is listed with each task; an audit shows faults, not their absence."
         ),
         head=head,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -191,8 +192,10 @@ def step_text(step: Step) -> str:
         return "the reference solution" if not step.reference else f"solutions[{step.reference - 1}]"
     if step.say is not None:
         return f"say {step.say!r}"
-    text = "\n".join(str(value) for value in step.arguments.values())
-    return f"{step.tool}: {_decoded_writes(text)}"
+    texts = [value for value in step.arguments.values() if isinstance(value, str)]
+    others = ", ".join(f"{name} {value}" for name, value in step.arguments.items() if not isinstance(value, str))
+    text = _decoded_writes("\n".join(texts))
+    return f"{step.tool} ({others}): {text}" if others else f"{step.tool}: {text}"
 
 
 def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[str]:
@@ -225,7 +228,17 @@ def _decoded_writes(text: str) -> str:
         except (binascii.Error, UnicodeDecodeError):
             continue
         parts[number] = f"write {path}\n{content}\n{after}"
-    return "".join(parts)
+    return _PIECES.sub(_decoded_piece, "".join(parts))
+
+
+_PIECES = re.compile(r"printf %s ([\w+/=]+) \| base64 -d >>? (\S+)")
+
+
+def _decoded_piece(found: re.Match[str]) -> str:
+    try:
+        return f"write {found[2]}\n{base64.b64decode(found[1]).decode()}"
+    except (binascii.Error, UnicodeDecodeError):
+        return found[0]
 
 
 class Trials:

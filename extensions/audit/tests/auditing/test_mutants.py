@@ -279,3 +279,9 @@ def test_expressions_are_written_in_another_way_with_the_same_values() -> None:
 )
 def test_a_name_that_may_be_bound_is_no_built_in_function(code: bytes) -> None:
     assert not any(each.what.startswith("other equal") for each in variants({}, {"a.py": code}))
+
+
+def test_a_function_of_several_values_becomes_its_opposite() -> None:
+    code = b"def f(x):\n    return min(x, default=0) + len([each for each in x if any(each)])\n"
+    found = {each.what for each in mutants({}, {"a.py": code})}
+    assert {"a.py:2: max(x, default=0) for min(x, default=0)", "a.py:2: all(each) for any(each)"} <= found
