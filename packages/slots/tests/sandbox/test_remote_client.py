@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import struct
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -190,3 +194,21 @@ async def test_a_failure_to_start_names_the_image() -> None:
 
     with raises(SandboxError, "elsewhere", "12"):
         await use()
+
+
+def test_files_of_killed_launchers_are_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ("killed", "running", "starting", "of-an-older-version")
+    folders = {name: tmp_path / f"{launch.PREFIX}{name}" for name in names}
+    folders["other"] = tmp_path / "other"
+    for name, folder in folders.items():
+        (folder / "slotd").mkdir(parents=True)
+        if name != "of-an-older-version":
+            (folder / launch.LOCK).touch()
+            age = 0 if name == "starting" else 2 * launch.STARTING_S
+            os.utime(folder / launch.LOCK, (time.time() - age, time.time() - age))
+    (tmp_path / f"{launch.PREFIX}link").symlink_to(folders["other"])
+    with (folders["running"] / launch.LOCK).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        launch.remove_abandoned()
+    assert {name for name, folder in folders.items() if not folder.exists()} == {"killed"}

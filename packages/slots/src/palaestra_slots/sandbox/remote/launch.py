@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 
 try:
+    import contextlib
+    import fcntl
     import io
     import os
     import select
@@ -29,6 +31,9 @@ except ImportError as lacking:  # for example Debian's package python3-minimal
 
 PIECE = 256 << 10
 NEEDED = (3, 11)
+PREFIX, LOCK = "palaestra-slotd-", ".lock"
+STARTING_S = 60
+"""The age from which on a folder without a locked lock belongs to a killed process, and not to one that starts."""
 
 
 def receive(size: int) -> bytes:
@@ -110,6 +115,22 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
                 return
 
 
+def remove_abandoned() -> None:
+    """Remove the folders of processes that were killed. One that runs holds the lock in its folder."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        if not entry.name.startswith(PREFIX) or not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(OSError):  # it is locked, belongs to somebody else, or has just gone
+            fd = os.open(os.path.join(entry.path, LOCK), os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                about = os.fstat(fd)
+                if about.st_uid == os.getuid() and time.time() - about.st_mtime > STARTING_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
 def main(rung: str, silence_s: float | None = None) -> int:
     """Receive the server's files, run the server at an isolation level, and remove the files. Returns the exit status.
 
@@ -120,8 +141,12 @@ def main(rung: str, silence_s: float | None = None) -> int:
         sys.stderr.write(f"python3 is {here} there, but the slot server needs {needed} or newer")
         return 1
     archive = receive(int(receive_line()))
-    folder = tempfile.mkdtemp(prefix="palaestra-slotd-")
+    remove_abandoned()
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder there
+            fcntl.flock(lock, fcntl.LOCK_EX)
         os.chmod(folder, 0o755)  # noqa: S103 - users of slots run the init
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder)  # noqa: S202 - our own archive
@@ -141,6 +166,7 @@ def main(rung: str, silence_s: float | None = None) -> int:
         return server.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 if __name__ == "__main__":
