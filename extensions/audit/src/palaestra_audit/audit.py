@@ -168,9 +168,9 @@ async def _audit(
                 if resolved is not None and (resolved.solution or resolved.answer) is not None:
                     solved[task.id] = _stable_json([repr(resolved.solution), repr(resolved.answer)])
                 old = known.get(task.id)
-                kept = old is not None and old.digest == digest and old.complete
-                if old is not None and kept:
-                    found[task.id] = old
+                kept = old if old is not None and old.digest == digest and old.complete else None
+                if kept is not None:
+                    found[task.id] = kept
                 elif plan.budget_s is not None and time.monotonic() - began > plan.budget_s:
                     audit.left += 1
                     return
@@ -180,7 +180,7 @@ async def _audit(
                     )
                     update_tasks()
                     write_audit(audit, plan.out)  # the file has what earlier audits found
-                progress.ended(found[task.id], kept)
+                progress.ended(found[task.id], kept is not None)
 
         try:
             async with asyncio.TaskGroup() as group:

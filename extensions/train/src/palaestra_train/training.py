@@ -27,7 +27,7 @@ from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.console import duration
-from palaestra.rollouts.observe.intervals import in_words, mean_interval, with_interval
+from palaestra.rollouts.observe.intervals import in_words, interval_of, mean_interval, with_interval
 from palaestra.rollouts.observe.training_steps import EVALUATION, FOLDER, STEP, WARM_START, read_steps
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
@@ -486,9 +486,8 @@ class Training:
         events.announce(MetricsLogged({"training/step": step, **named}))
         self._note_needs(kind, numbers)
         if kind == EVALUATION:
-            known = (numbers["reward/low"], numbers["reward/high"]) if "reward/low" in numbers else None
-            curve = sparkline(self._evaluations)
-            events.note(f"step {step}: held-out tasks {numbers['reward']:.3f}{in_words(known)} {curve}")
+            known, curve = in_words(interval_of(numbers, "reward")), sparkline(self._evaluations)
+            events.note(f"step {step}: held-out tasks {numbers['reward']:.3f}{known} {curve}")
             if 0 < self.config.warm == step < self.config.last_step and numbers["reward"] < _TOO_FEW:
                 # Few groups then have rewards that differ, and a step on rollouts takes much longer than these steps.
                 events.note(

@@ -183,15 +183,14 @@ def _means(run: Run) -> str:
     """Return the mean reward and pass@1 of the run before and after, and the number of tasks with a score."""
     from palaestra.envs.run.run_table import figures_of
     from palaestra.rollouts.finished_run import Run
-    from palaestra.rollouts.observe.intervals import in_words
+    from palaestra.rollouts.observe.intervals import in_words, interval_of
 
     (old, tasks), (new, _) = figures_of(run, run), figures_of(run, Run(run.path))
 
     def figure(found: Mapping[str, JSON], name: str) -> str:
         if name not in found:
             return "none"
-        interval = (found[f"{name}/low"], found[f"{name}/high"]) if f"{name}/low" in found else None
-        return f"{found[name]:.3f}{in_words(interval)}"
+        return f"{found[name]:.3f}{in_words(interval_of(found, name))}"
 
     names = {"mean_reward": "mean reward", "pass@1": "pass@1"}
     parts = [f"{title} {figure(old, name)} -> {figure(new, name)}" for name, title in names.items()]

@@ -49,7 +49,7 @@ from palaestra.rollouts.grading.reward import check_strict_labels
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, duration, make_console
-from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.intervals import in_words, interval_of
 from palaestra.rollouts.observe.score_versions import REMEDY, mixed
 from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.observe.status_file import StatusFile
@@ -932,4 +932,4 @@ def _suspects(totals: Totals) -> Iterator[str]:
 
 
 def _interval(figures: dict[str, float], name: str) -> str:
-    return in_words((figures[f"{name}/low"], figures[f"{name}/high"]) if f"{name}/low" in figures else None)
+    return in_words(interval_of(figures, name))

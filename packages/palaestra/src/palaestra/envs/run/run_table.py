@@ -24,6 +24,7 @@ from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, run_name
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.intervals import in_words as interval_in_words
+from palaestra.rollouts.observe.intervals import interval_of
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.observe.score_versions import REMEDY, differ, in_words
@@ -135,10 +136,10 @@ def table_row(folder: Path) -> TableRow:
         run=str(folder),
         state=status.state,
         pass_1=found.get("pass@1"),
-        pass_1_interval=_interval(found, "pass@1"),
+        pass_1_interval=interval_of(found, "pass@1"),
         k=attempts,
         pass_k=found.get(f"pass@{attempts}"),
-        pass_k_interval=_interval(found, f"pass@{attempts}"),
+        pass_k_interval=interval_of(found, f"pass@{attempts}"),
         pass_k_tasks=int(found.get(f"pass@{attempts}/tasks", 0)),
         mean_reward=found.get("mean_reward"),
         official=found.get("official/mean_reward"),
@@ -161,10 +162,6 @@ def table_row(folder: Path) -> TableRow:
         asked_again=status.asked_again,
         score_versions=status.score_versions,
     )
-
-
-def _interval(found: Mapping[str, JSON], name: str) -> tuple[float, float] | None:
-    return (found[f"{name}/low"], found[f"{name}/high"]) if f"{name}/low" in found else None
 
 
 def figures_of(run: Run, groups: Iterable[Group]) -> tuple[Mapping[str, JSON], set[str]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Z = 1.959964
@@ -125,6 +125,11 @@ def pass_interval(rates: Sequence[float], draws: float) -> Interval | None:
 def with_interval(name: str, value: float, interval: Interval | None) -> dict[str, float]:
     """Return a metric, with `NAME/low` and `NAME/high` if there is an interval."""
     return {name: value} | ({} if interval is None else {f"{name}/low": interval[0], f"{name}/high": interval[1]})
+
+
+def interval_of(figures: Mapping[str, float], name: str) -> Interval | None:
+    """Return the interval of a metric that `with_interval` made; None if it has none."""
+    return (figures[f"{name}/low"], figures[f"{name}/high"]) if f"{name}/low" in figures else None
 
 
 def in_words(interval: Interval | None, form: str = ".3f") -> str:
