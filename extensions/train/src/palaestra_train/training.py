@@ -57,6 +57,8 @@ _NEVER = (
 _TOO_FEW = 0.1
 """The mean reward after a warm start below which more supervised steps are suggested."""
 
+_RECENT = 4
+"""The number of steps that tell how many groups must be drawn for one that teaches something."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -279,8 +281,8 @@ class Training:
             if self._ahead is not None:
                 groups = [await self._ahead.take(again.popleft() if again else None)]
             else:
-                wanted = min(config.groups - batch.groups, most - len(found.taken))
-                groups = await self._roll_out(self._next_tasks(wanted))
+                wanted = self._draws_for(config.groups - batch.groups, found.step)
+                groups = await self._roll_out(self._next_tasks(min(wanted, most - len(found.taken))))
             for group in groups:
                 rewards = [each.reward for each in group.scored if each.reward is not None]
                 remember(state.rates, group.task_id, rewards, state.drawn)
@@ -314,6 +316,13 @@ class Training:
                 f"step {found.step}: none of {len(found.taken)} groups can be trained on ({reasons}); {hint}"
             )
         return batch, found
+
+    def _draws_for(self, missing: int, step: int) -> int:
+        """Return how many groups to draw so that about `missing` of them teach something, judging by the steps before
+        this one: a second round of few rollouts takes nearly as long as the first."""
+        recent = [each for number, each in self._files.step_groups.items() if step - _RECENT <= number < step]
+        taken, trained = sum(len(each.taken) for each in recent), sum(len(each.trained) for each in recent)
+        return math.ceil(missing * taken / trained) if trained else missing
 
     async def _evaluate(self, step: int) -> bool:
         """Roll out the held-out tasks; return whether the mean reward is the best so far."""
