@@ -61,8 +61,7 @@ def as_text(audit: Audit, path: Path) -> Iterator[str]:
     faulty = {task.id for task, each in findings if not each.note}
     trials = sum(task.trials for task in audit.tasks)
     yield (
-        f"{audit.environment}: {plural(len(audit.tasks), 'task')}, {plural(trials, 'trial')}, "
-        f"{len(faulty)} with findings"
+        f"{audit.reference}: {plural(len(audit.tasks), 'task')}, {plural(trials, 'trial')}, {len(faulty)} with findings"
     )
     witness = next((each for _, each in findings if each.trial is not None), None)
     if witness is not None:
@@ -91,7 +90,7 @@ def as_html(audit: Audit, path: Path) -> str:
     partly = sum(not task.complete for task in audit.tasks)
     details = "".join(_section(task, path) for task in audit.tasks if task.findings or task.untried)
     return _PAGE.format(
-        title=html.escape(f"Audit of {audit.environment}"),
+        title=html.escape(f"Audit of {audit.reference}"),
         about=html.escape(
             f"{plural(len(audit.tasks), 'task')} on {audit.started_at}, version {audit.version}. Findings: {summary}. "
             + (f"{plural(audit.left, 'task')} not audited. " if audit.left else "")

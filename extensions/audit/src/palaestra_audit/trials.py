@@ -218,27 +218,25 @@ def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[st
             yield f"  {'user: ' if role == 'user' else ''}{text!s:.{_MOST_SHOWN}}"
 
 
+_PIECES = re.compile(r"printf %s ([\w+/=]+) \| base64 -d >>? (\S+)")
+
+
 def _decoded_writes(text: str) -> str:
     parts = text.split("base64 -d <<'END' > ")
     for number, part in enumerate(parts[1:], start=1):
         path, _, rest = part.partition("\n")
         data, _, after = rest.partition("\nEND\n")
-        try:
-            content = base64.b64decode(data).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            continue
-        parts[number] = f"write {path}\n{content}\n{after}"
-    return _PIECES.sub(_decoded_piece, "".join(parts))
+        if written := _write_text(path, data):
+            parts[number] = f"{written}\n{after}"
+    return _PIECES.sub(lambda found: _write_text(found[2], found[1]) or found[0], "".join(parts))
 
 
-_PIECES = re.compile(r"printf %s ([\w+/=]+) \| base64 -d >>? (\S+)")
-
-
-def _decoded_piece(found: re.Match[str]) -> str:
+def _write_text(path: str, data: str) -> str:
+    """Return how a file is written, with its carriage returns, which may be the fault; empty if `data` is no text."""
     try:
-        return f"write {found[2]}\n{base64.b64decode(found[1]).decode()}"
+        return f"write {path}\n{base64.b64decode(data).decode()}".replace("\r", r"\r")
     except (binascii.Error, UnicodeDecodeError):
-        return found[0]
+        return ""
 
 
 class Trials:

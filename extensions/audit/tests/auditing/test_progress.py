@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -113,3 +114,10 @@ def test_a_step_is_shown_as_a_person_reads_it() -> None:
     assert shown == "terminal (timeout 60): mkdir -p /solution && write /solution/solve.sh\necho hi\n"
     binary = "printf %s /w== | base64 -d >> /a"
     assert step_text(Step(tool="terminal", arguments={"command": binary})) == f"terminal: {binary}"
+
+
+def test_carriage_returns_of_a_written_file_are_seen() -> None:
+    encoded = base64.b64encode(b"a\r\nb\r\n").decode()
+    for command in (f"printf %s {encoded} | base64 -d > x.py", f"base64 -d <<'END' > x.py\n{encoded}\nEND\n"):
+        shown = step_text(Step(tool="terminal", arguments={"command": command}))
+        assert "write x.py\na\\r\nb\\r\n" in shown

@@ -33,8 +33,8 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """The number of optimizer steps."""
 
     groups: int = Field(default=8, ge=1)
-    """The number of groups to train on in each step. Groups with equal scores do not count; if as many of them are
-    expected as in the steps before, more groups are drawn at once, and all that teach something are trained on."""
+    """The number of groups to train on in each step. Groups with equal scores do not count: as many groups are drawn at
+    once as the last steps needed, and all that teach something are trained on."""
 
     most_draws: float = Field(default=3.0, ge=1)
     """The maximum number of tasks drawn for one step, as a multiple of `groups`. Groups with equal scores are
