@@ -57,7 +57,7 @@ def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator
     for hollow in hollows(before, after):
         files = without_objects(hollow.files)
         beside = bool(work) and work.isdisjoint(files)
-        yield Changed(hollow.what, files, certain=not beside and not hollow.prints)
+        yield Changed(hollow.what, files, certain=not (beside or hollow.prints or hollow.helpers))
     for path, data in left.items():
         if (ended := _other_end(path, data)) is not None:
             yield Changed(f"other letters and digits in the last line of {path}", {path: ended}, certain=path in work)
@@ -67,7 +67,7 @@ def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator
     modules = [each for path in left if is_code(path) and (each := parsed(path, before.get(path, b""), left[path]))]
     for module in modules:
         for hollow in hollow_functions(module):
-            yield Changed(hollow.what, hollow.files, certain=not hollow.prints)
+            yield Changed(hollow.what, hollow.files, certain=not (hollow.prints or hollow.helpers))
     yield from _without_hunks(before, left)
     yield from itertools.islice(itertools.chain.from_iterable(map(_other_operators, modules)), _MOST_PLACES)
 

@@ -56,6 +56,30 @@ def test_variants_of_code_keep_its_results() -> None:
     assert b"LIMIT_value" not in renamed
 
 
+OF = "    def of(self, words):\n        return"
+HELPERS = (
+    ("def _key(word):\n    return word.lower()\n", "def order(words):\n    return sorted(words, key=_key)\n"),
+    ("def _key(word):\n    return [len(word)]\n", f"class Order:\n{OF} max(words, key=_key)\n"),
+    (
+        "class Order:\n    def _key(self, word):\n        return word[1:]\n",
+        f"{OF} {{self._key(word) for word in words}}\n",
+    ),
+)
+
+
+@pytest.mark.parametrize(("helper", "others"), HELPERS)
+def test_other_values_of_a_helper_are_not_certainly_wrong(helper: str, others: str) -> None:
+
+    def certain(after: str) -> set[bool]:
+        before = after.replace("word.lower()", "word").replace("[len(word)]", "word").replace("word[1:]", "word")
+        found = mutants({"work.py": before.encode()}, {"work.py": after.encode()})
+        return {each.certain for each in found if each.what.startswith("wrong values")}
+
+    assert certain(helper + others) == {False}
+    assert certain((helper + others).replace("_key", "key")) == {True}  # somebody else may call it
+    assert certain(helper) == {True}
+
+
 def test_mutants_of_code_change_its_results() -> None:
     found = list(mutants({}, {"work.py": CODE}))
     changed = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import re
 import string
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -30,12 +31,14 @@ _WRONG = "{wrong}"
 @dataclass(frozen=True, slots=True)
 class Hollow:
     """Contents of files that hollow the work of a solution. `twin` changes the same files in the same way, but keeps
-    the results; it is empty for files other than Python code. `prints` hollow work only prints other text."""
+    the results; it is empty for files other than Python code. `prints` hollow work only prints other text. `helpers`
+    means that only helpers return other values, which may be without effect: keys that are compared, for example."""
 
     what: str
     files: Mapping[str, bytes]
     twin: Mapping[str, bytes] = field(default_factory=dict)
     prints: bool = False
+    helpers: bool = False
 
 
 def hollows(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Hollow]:
@@ -48,15 +51,15 @@ def hollows(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator
         if is_code(path) and (module := parsed(path, before.get(path, b""), data)) is not None
     ]
     for change in (_ChangedValues, _NoValues, _NoCalls):
-        files, twin, prints = {}, {}, True
+        files, twin, prints, helpers = {}, {}, True, True
         for module in modules:
             made = change(module)
             wrong, right = module.text(made.insertions, "1"), module.text(made.insertions, "0")
             if made.counts and wrong is not None and right is not None:
                 files[module.path], twin[module.path] = wrong, right
-                prints = prints and made.prints
+                prints, helpers = prints and made.prints, helpers and made.helpers
         if files:
-            yield Hollow(f"{change.what} {', '.join(files)}", files, twin, prints)
+            yield Hollow(f"{change.what} {', '.join(files)}", files, twin, prints, helpers)
     texts = {path: text for path, data in left.items() if (text := _as_text(path, data))}
     for what, table in _TABLES.items():
         changed = {path: new for path, text in texts.items() if (new := text.translate(table)) != text}
@@ -75,7 +78,8 @@ def hollow_functions(module: Module) -> Iterator[Hollow]:
         # Besides the values, there is the line that defines how they change.
         if wrong is not None and len(made.insertions) > 1:
             files = without_objects({module.path: wrong})
-            yield Hollow(f"{made.what} {function.name} of {module.path}", files, prints=made.prints)
+            what = f"{made.what} {function.name} of {module.path}"
+            yield Hollow(what, files, prints=made.prints, helpers=made.helpers)
 
 
 def without_objects(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -123,6 +127,13 @@ class Module:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self.changes(node):
                 yield node
+
+    def changes_helpers(self) -> bool:
+        """Return whether the solution only changed functions with private names that the module itself uses."""
+        used = {each.id for each in ast.walk(self.tree) if isinstance(each, ast.Name)}
+        used |= {each.attr for each in ast.walk(self.tree) if isinstance(each, ast.Attribute)}
+        names = {each.name for each in self.functions()}
+        return bool(names) and all(re.match("_[^_]", each) and each in used for each in names)
 
     def changes(self, node: ast.stmt) -> bool:
         """Return whether the solution changed a line of this statement."""
@@ -173,11 +184,12 @@ def _tree(source: bytes) -> ast.Module | None:
 
 
 class _Change:
-    """The insertions of one kind of change. `counts` is False if the change does not change any result, and `prints` is
-    True if it only changes what functions print."""
+    """The insertions of one kind of change. `counts` is False if the change does not change any result, `prints` is
+    True if it only changes what functions print, and `helpers` if it keeps the order of what helpers return."""
 
     what = ""
     prints = False
+    helpers = False
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -273,6 +285,7 @@ class _ChangedValues(_NoValues):
         if first is not None:
             line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))])
             self.insertions.append((line, 0, _DEFINITION))
+        self.helpers = module.changes_helpers()
 
 
 def _is_opening(statement: ast.stmt) -> bool:
