@@ -70,8 +70,8 @@ class _Settings(msgspec.Struct):
 
 class StepGroups(msgspec.Struct, kw_only=True):
     """What one step trains on: the numbers of the groups `taken`, in order, and of those that are `trained`; the others
-    taught nothing. `version` is the version of the weights before the step, and `most_behind` by how many versions the
-    weights that sampled a token may be older."""
+    taught nothing, or were more than needed. `version` is the version of the weights before the step, and
+    `most_behind` by how many versions the weights that sampled a token may be older."""
 
     schema: str = STEP_GROUPS_SCHEMA
     step: int
@@ -79,6 +79,11 @@ class StepGroups(msgspec.Struct, kw_only=True):
     most_behind: int
     taken: list[int]
     trained: list[int]
+
+    @property
+    def needed(self) -> int:
+        """The number of groups up to the last one that is trained."""
+        return max((place for place, number in enumerate(self.taken, start=1) if number in self.trained), default=0)
 
 
 class TrainingFiles:

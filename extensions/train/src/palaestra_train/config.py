@@ -34,7 +34,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
 
     groups: int = Field(default=8, ge=1)
     """The number of groups to train on in each step. Groups with equal scores do not count: as many groups are drawn at
-    once as the last steps needed, and all that teach something are trained on."""
+    once as the last steps needed."""
 
     most_draws: float = Field(default=3.0, ge=1)
     """The maximum number of tasks drawn for one step, as a multiple of `groups`. Groups with equal scores are

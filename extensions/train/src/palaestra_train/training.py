@@ -286,7 +286,7 @@ class Training:
             for group in groups:
                 rewards = [each.reward for each in group.scored if each.reward is not None]
                 remember(state.rates, group.task_id, rewards, state.drawn)
-                added = batch.add(
+                added = batch.groups < config.groups and batch.add(
                     group,
                     version=state.step,
                     most_behind=config.most_behind,
@@ -321,8 +321,8 @@ class Training:
         """Return how many groups to draw so that about `missing` of them teach something, judging by the steps before
         this one: a second round of few rollouts takes nearly as long as the first."""
         recent = [each for number, each in self._files.step_groups.items() if step - _RECENT <= number < step]
-        taken, trained = sum(len(each.taken) for each in recent), sum(len(each.trained) for each in recent)
-        return math.ceil(missing * taken / trained) if trained else missing
+        needed, trained = sum(each.needed for each in recent), sum(len(each.trained) for each in recent)
+        return math.ceil(missing * needed / trained) if trained else missing
 
     async def _evaluate(self, step: int) -> bool:
         """Roll out the held-out tasks; return whether the mean reward is the best so far."""
