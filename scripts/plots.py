@@ -82,7 +82,8 @@ def learning(data: Data) -> str:
         said.append(f"{seed} {', '.join(rewards)}")
     steps = max(step for curve in learned.values() for step, _ in curve["step"])
     axes = Axis("step", range(0, steps + 1, 5), steps), Axis("mean reward", (0, 0.25, 0.5, 0.75, 1), 1)
-    notes = ["thick: 40 held-out tasks, 4 samples each; thin: training tasks", "steps 1 to 10: warm start"]
+    warm = min(step for curve in learned.values() for step, _ in curve["step"]) - 1
+    notes = ["thick: 40 held-out tasks, 4 samples each; thin: training tasks", f"steps 1 to {warm}: warm start"]
     words = f"The mean reward of held-out tasks at the start, after the warm start and at the end: {'; '.join(said)}."
     return lines("SmolLM2-135M learns tasks with files", words, drawn, axes, [*notes, *measured(data)], 112)
 
