@@ -69,7 +69,6 @@ HELPERS = (
 
 @pytest.mark.parametrize(("helper", "others"), HELPERS)
 def test_other_values_of_a_helper_are_not_certainly_wrong(helper: str, others: str) -> None:
-
     def certain(after: str) -> set[bool]:
         before = after.replace("word.lower()", "word").replace("[len(word)]", "word").replace("word[1:]", "word")
         found = mutants({"work.py": before.encode()}, {"work.py": after.encode()})

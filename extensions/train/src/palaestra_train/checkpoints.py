@@ -80,9 +80,11 @@ class StepGroups(msgspec.Struct, kw_only=True):
     taken: list[int]
     trained: list[int]
 
-    @property
-    def needed(self) -> int:
-        """The number of groups up to the last one that is trained."""
+    def needed(self, groups: int) -> int:
+        """Return how many groups had to be drawn to train on this many: those up to the last one that is trained, or
+        all if even they were too few."""
+        if len(self.trained) < groups:
+            return len(self.taken)
         return max((place for place, number in enumerate(self.taken, start=1) if number in self.trained), default=0)
 
 

@@ -321,7 +321,8 @@ class Training:
         """Return how many groups to draw so that about `missing` of them teach something, judging by the steps before
         this one: a second round of few rollouts takes nearly as long as the first."""
         recent = [each for number, each in self._files.step_groups.items() if step - _RECENT <= number < step]
-        needed, trained = sum(each.needed for each in recent), sum(len(each.trained) for each in recent)
+        needed = sum(each.needed(self.config.groups) for each in recent)
+        trained = sum(len(each.trained) for each in recent)
         return math.ceil(missing * needed / trained) if trained else missing
 
     async def _evaluate(self, step: int) -> bool:

@@ -29,7 +29,7 @@ from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra_slots import DiskError, TrainerError
 from palaestra_train import TrainingReport
-from palaestra_train.checkpoints import read_step_groups
+from palaestra_train.checkpoints import StepGroups, read_step_groups
 from palaestra_train.step_groups import verify_steps
 
 pytestmark = pytest.mark.slots
@@ -109,7 +109,15 @@ def test_as_many_groups_are_drawn_at_once_as_the_last_steps_needed() -> None:
         needed = [each.taken.index(each.trained[-1]) + 1 for each in before]
         assert len(step.taken) >= math.ceil(statistics.fmean(needed)) > 3
         assert len(step.trained) == 3
-        assert step.needed <= len(step.taken)
+        assert step.needed(3) <= len(step.taken)
+
+
+@pytest.mark.parametrize(
+    ("trained", "needed"), [([4, 5], 2), ([5, 7], 4), ([4, 5, 8], 5), ([4], 6), ([9], 6)]
+)  # fmt: skip
+def test_a_step_needed_the_groups_up_to_the_last_trained_or_all(trained: list[int], needed: int) -> None:
+    step = StepGroups(step=1, version=0, most_behind=0, taken=[4, 5, 6, 7, 8, 9], trained=trained)
+    assert step.needed(2) == needed
 
 
 def test_tasks_that_all_teach_nothing_end_the_training() -> None:

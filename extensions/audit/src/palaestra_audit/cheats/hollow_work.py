@@ -185,7 +185,7 @@ def _tree(source: bytes) -> ast.Module | None:
 
 class _Change:
     """The insertions of one kind of change. `counts` is False if the change does not change any result, `prints` is
-    True if it only changes what functions print, and `helpers` if it keeps the order of what helpers return."""
+    True if it only changes what functions print, and `helpers` if only helpers return other values."""
 
     what = ""
     prints = False
