@@ -284,6 +284,8 @@ class TrainedModel:
         gradients are enabled. Returns their log-probabilities and the sum of the losses."""
         import torch
 
+        from palaestra_tokens.engines.onednn import by_onednn
+
         device = self.module.device
         inputs = [{name: tensor.to(device) for name, tensor in row.inputs.items()} for row in rows]
         targets = [Targets(each["target_tokens"], has_gradient(loss, each)) for each in inputs]
@@ -292,7 +294,8 @@ class TrainedModel:
         losses = [total(loss, each, given, config) for each, given in zip(found, inputs, strict=True)]
         summed = torch.stack(losses).sum()
         if summed.requires_grad and torch.isfinite(summed):
-            summed.backward()
+            with by_onednn():
+                summed.backward()
         return [logprobs.detach().cpu() for logprobs in found], float(summed.detach())
 
     def step(self, adam: Adam) -> dict[str, float]:

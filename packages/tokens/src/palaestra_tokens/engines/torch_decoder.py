@@ -39,6 +39,8 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
     try:
         import torch
         from transformers import AutoModelForCausalLM
+
+        from palaestra_tokens.engines.onednn import take_onednn
     except ImportError as error:
         raise ConfigError(
             f"The transformers engine needs the extra 'train' ({error}): {install_command('train', 'palaestra-tokens')}"
@@ -56,7 +58,9 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
             f"The transformers engine cannot batch layers of type {', '.join(sorted(odd))}; use a server."
         )
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(chosen).eval()
+    model = model.to(chosen).eval()
+    take_onednn(model)
+    return model
 
 
 class TorchDecoder:
