@@ -102,18 +102,19 @@ def test_memory_taken_as_files_counts_too(arena: Arena) -> None:
 
 @pytest.mark.contained_on("full")
 def test_a_busy_loop_gets_its_share_of_a_processor(arena: Arena) -> None:
+    # On a busy machine a loop without a limit may get a sixth of a processor too, so the limit is far below.
     spin = """
 import time
-begun, end = time.process_time(), time.monotonic() + 0.6
-while time.monotonic() < end: pass
+begun, end = time.process_time(), time.monotonic() + 2.5
+while time.monotonic() < end and time.process_time() - begun < 0.25: pass
 print(time.process_time() - begun)
 """
 
     async def case(slot: Slot) -> None:
         result = await python(slot, spin)
-        assert (float(result.output) < 0.12) == arena.contained
+        assert (float(result.output) < 0.25) == arena.contained
 
-    arena.face(case, cpus=0.1)
+    arena.face(case, cpus=0.05)
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

@@ -415,12 +415,12 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         verdict, _, _ = await audited.play(trial)
         audited.mutants += 1
         if _is_full(verdict):
-            audited.lived += 1
             lived.append((mutant, trial, verdict))
     unsure = [mutant for mutant, _, _ in lived if not mutant.certain]
     seen = await _differences(audited, unsure) if unsure else {}
     # A mutant with no other result may mean the same.
     shown = [each for each in lived if seen.get(each[0].what) is not None or each[0].what not in seen]
+    audited.lived = len(shown)
     proven = [each for each in shown if each[0].certain or _is_named_call(seen.get(each[0].what))]
     for mutant, trial, verdict in proven or shown[:_MOST_NOTES]:
         difference = seen.get(mutant.what)

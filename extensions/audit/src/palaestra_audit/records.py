@@ -120,9 +120,9 @@ class Untried(msgspec.Struct, frozen=True):
 
 class TaskAudit(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What was found about one task. `digest` identifies what the result depends on. `mutants` and `lived` count the
-    changed copies of the reference solution that were played, and those that got the full score. `stages` has the
-    seconds that the reference solution took for preparation, grading and the whole, `seconds` those of the audit, and
-    `trial_s` those of its trials."""
+    changed copies of the reference solution that were played, and those that got the full score and are not known to
+    mean the same. `stages` has the seconds that the reference solution took for preparation, grading and the whole,
+    `seconds` those of the audit, and `trial_s` those of its trials."""
 
     id: str
     digest: str

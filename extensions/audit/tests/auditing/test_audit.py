@@ -33,16 +33,23 @@ def count(text):
     return total
 
 
+def _size(word):
+    return len(word)
+
+
 def longest(text):
     words = text.split()
-    best = max(words, key=len)
+    best = max(words, key=_size)
     return best
 END"""
 COUNT = "from count import count\\n\\ndef test_count():\\n    assert count('a b c') == 3\\n    assert count('') == 0\\n"
 LONGEST = "from count import longest\\n\\ndef test_longest():\\n    assert longest('a bbb cc') == 'bbb'\\n"
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps.\\n"
 COPIED = f"printf %s '{TEXT}' > fox.txt"
-ASKED = "Write count.py with count(text), the number of words, and longest(text), the longest word. {}."
+ASKED = (
+    "Write count.py with count(text), the number of words, and longest(text), the longest word: longest('a bb') is "
+    "'bb'. {}."
+)
 calls = itertools.count()
 
 
@@ -108,6 +115,10 @@ def test_planted_faults_are_found_and_sound_tasks_are_not_blamed(
     found = audit("faults_env.py", "--skip", "hackable")
     kinds = certain(found)
     assert {name for name in SOUND if kinds[name]} == set()
+    # A copy of a solution that means the same does not count as one that lived.
+    lived = {task.id: task.lived for task in found.tasks}
+    assert lived["weak"] > 0
+    assert lived["sound-code"] == 0
     expected = {name: KINDS.get(name) or Kind(name) for name in kinds if name not in SOUND}
     if clock_library() is None:
         del expected["clock"]
