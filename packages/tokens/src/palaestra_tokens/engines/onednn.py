@@ -4,7 +4,8 @@ Torch takes MKL for float32 products on a CPU, and MKL uses no AVX-512 on proces
 selects oneDNN is a lower precision, with which oneDNN rounds to bfloat16 on processors that are fast at it; on others,
 it computes in float32. So it is used on processors of AMD, if a product is as exact with it as without.
 
-Attention stays with MKL: its products are many and small, and oneDNN takes longer to begin each.
+Attention stays with MKL in forward passes: when sampling, its products are many and small, and oneDNN takes longer to
+begin each. In backward passes this costs little, so they are computed by oneDNN whole.
 
 Importing this module loads torch (the extra `train`).
 """
