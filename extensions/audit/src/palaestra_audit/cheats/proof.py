@@ -331,6 +331,8 @@ class EnvironmentProof:
     """What the solutions of tasks left, by task id."""
     _before: dict[str, LeftFiles] = field(default_factory=dict)
     """The same files where nothing was done."""
+    _done: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """The rewards of the cheats that did all that the solution of a task does, by task id and name."""
     _bases: dict[str, _Base] = field(default_factory=dict)
     """Hollow work by task id."""
     _wordless: dict[str, _Base] = field(default_factory=dict)
@@ -392,7 +394,8 @@ class EnvironmentProof:
             skipped = 0 if goes_on else len(self.cheats)
             if not skipped:
                 await self._play_derived([*tasks, *further], resolved, runs)
-                workspaces.read_nothing()
+                if not any(left.is_bare for left in self._left.values()):
+                    workspaces.read_nothing()
                 await self._find_bases(tasks, resolved, runs)
                 await self._play_words(resolved, runs)
                 await self._play_cheats(tasks, runs)
@@ -542,7 +545,7 @@ class EnvironmentProof:
             if self._can_act(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
-                        played.append((task, await runs.play(self._policy(cheat, task), task, n)))
+                        played.append((task, await self._attack(cheat, task, n, runs)))
             judged = self._judge_derived(cheat) if cheat in DERIVED else self._judge_cheat(cheat, played, reason)
             results[cheat.name] = judged
             self.attacks[cheat.name] = [group for _, group in played]
@@ -552,6 +555,19 @@ class EnvironmentProof:
             for cheat in self.cheats:
                 group.create_task(play(cheat))
         self._lines |= {cheat.name: results[cheat.name] for cheat in self.cheats}
+
+    async def _attack(self, cheat: Cheat, task: Task, n: int, runs: PolicyRuns) -> Group:
+        """Play a cheat on a task. Note whether it did all that the solution does, if that only removes files or makes
+        directories or empty files: removing the whole workspace also removes one file, for example."""
+        left = self._left.get(task.id)
+        if left is None or not left.is_bare:
+            return await runs.play(self._policy(cheat, task), task, n)
+        reads = LeftFiles(left.spec, (), others=dict(left.others))
+        group = await play_and_read(runs, self._policy(cheat, task), task, n, reads)
+        if reads.includes(left):
+            reward = next((each.reward for each in group.trajectories), None)
+            self._done.setdefault(task.id, {})[cheat.name] = reward
+        return group
 
     def _report_result(self, line: PolicyResult) -> None:
         self._lines[line.policy] = line
@@ -785,6 +801,9 @@ class EnvironmentProof:
                 if names := solved.detail.get("uncontrolled"):
                     yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
         yield from self._unnoticed
+        for name, rewards in self._done.items():
+            if paid := [cheat for cheat, reward in rewards.items() if reward is not None and reward >= FULL]:
+                yield f"{name}: {_TOO_MUCH}: {', '.join(paid)}"
         if self._copy:
             yield f"{self._copy}; the first copies that were tried earned nothing"
         if Way.EXIT_CODE in self._ways:
@@ -829,7 +848,10 @@ class EnvironmentProof:
         played = [(task, self._hollow_for(cheat, task), each) for task, group in groups for each in group.trajectories]
         labelled, earned = False, ""
         parts: dict[str, None] = {}
+        done = [task.id for task, _, _ in played if cheat.name in self._done.get(task.id, ())]
         for task, base, each in played:
+            if task.id in done:
+                continue
             most = max(task.floor, base.reward if base else 0.0) + _TOLERANCE
             # Not `>`, which would be false for a reward of nan.
             if each.reward is not None and not each.reward <= most and not earned:
@@ -849,6 +871,8 @@ class EnvironmentProof:
             state = State.UNKNOWN
         elif reason in (_NO_WAY, _NO_WORDS):
             state = State.NOT_APPLICABLE
+        elif done and len(done) == len(played):
+            state, reason = State.NOT_TESTED, _DOES_WORK
         else:
             state = State.NOT_TESTED if reason else State.CLOSED
         if state is not State.OPEN and is_code(copy):  # other files often have common names
@@ -876,6 +900,8 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
+_DOES_WORK = "the attack also does what the reference solution does"
+_TOO_MUCH = "attacks that also do what the reference solution does get the full score; let it ask for what must stay"
 _NO_COMMANDS = "no tool of the agent ran the commands that were tried"
 _NO_WAY = "the agent has no tool that runs commands, and the score reads no files"
 _NO_REFERENCE = "there is no reference solution to attack"
