@@ -23,6 +23,7 @@ async def right(task, sandbox):
     return {score}
 """
 ATTACKS = ["device-answer", "no-workspace", "one-file", "link-through-process", "named-files", "named-echoes"]
+OVER_SOLUTION = "every-number"
 KEPT = {"keep.txt": "y\n"}
 GONE, STAYS = "await sandbox.stat('run.log') is None", "await sandbox.read_text('keep.txt', missing='') == 'y\\n'"
 
@@ -32,7 +33,7 @@ def checked(
 ) -> Proof:
     file = folder / "chores_env.py"
     file.write_text(TASK.format(prompt=prompt, files=files, solution=solution, score=score, grading=grading))
-    return check_environment(str(file), [], tasks=None, only=ATTACKS, quiet=True)
+    return check_environment(str(file), [], tasks=None, only=[*ATTACKS, OVER_SOLUTION], quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def checked(
         ("Delete run.log.", {"run.log": ""}, "rm run.log", GONE, True),
         ("Delete the directory run.log.", {"run.log/a": "x\n"}, "rm -r run.log", GONE, True),
         ("Delete run.log.", {"run.log": "x\n"}, "rm run.log", f"{GONE} and {STAYS}", True),
+        ("Delete all logs.", {"run.log": "x\n"}, "rm run.log", f"{GONE} and {STAYS}", False),
         ("Create an empty file b.txt.", {}, "touch b.txt", "await sandbox.read_text('b.txt', missing='-') == ''", True),
         ("Create a directory named out.", {}, "mkdir out", "(await sandbox.stat('out') or task).kind == 'dir'", False),
     ],

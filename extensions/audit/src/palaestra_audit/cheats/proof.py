@@ -560,7 +560,7 @@ class EnvironmentProof:
         """Play a cheat on a task. Note whether it did all that the solution does, if that only removes files or makes
         directories or empty files: removing the whole workspace also removes one file, for example."""
         left = self._left.get(task.id)
-        if left is None or not left.is_bare:
+        if left is None or not left.is_bare or self._hollow_for(cheat, task) is not None:
             return await runs.play(self._policy(cheat, task), task, n)
         reads = LeftFiles(left.spec, (), others=dict(left.others))
         group = await play_and_read(runs, self._policy(cheat, task), task, n, reads)
