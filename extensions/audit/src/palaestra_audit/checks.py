@@ -50,6 +50,11 @@ _LEAST_COPY = 40
 _LEAST_LINES = 3
 _LEAST_ANSWER = 4
 _WAIT_S = 60.0
+_MOST_SHOWN = 300
+"""The maximum number of characters of an error in a finding."""
+_CAUSES = ("work_breaks_check", "work_failed", "difference")
+"""The keys of a rollout's detail whose value is a sentence about a low score."""
+_TRACEBACK = "Traceback (most recent call last):"
 _MOST_PREPARATIONS = 3
 """The maximum number of times that a workspace is prepared to learn whether chance decides."""
 _NO_REFERENCE = "the task has no reference solution"
@@ -305,7 +310,26 @@ def _is_full(verdict: Verdict) -> bool:
 
 
 def _scored(verdict: Verdict) -> str:
-    return "is not scored" if verdict.reward is None else f"scores {verdict.reward:g}"
+    if verdict.reward is not None:
+        return f"scores {verdict.reward:g}"
+    return f"is not scored ({_in_short(verdict.error)})" if verdict.error else "is not scored"
+
+
+def _in_short(text: str) -> str:
+    """Return the first line of an error, with the last one in place of a traceback."""
+    lines = text.strip().splitlines() or [""]
+    if lines[0].endswith(_TRACEBACK):
+        lines[0] = lines[0].removesuffix(_TRACEBACK) + lines[-1].strip()
+    return lines[0][:_MOST_SHOWN]
+
+
+def _cause(detail: Mapping[str, object]) -> str:
+    """Return what the record of a rollout says about a low score: a sentence, or the first test that did not pass."""
+    sentences = [str(detail[name]) for name in _CAUSES if detail.get(name)]
+    tests = detail.get("not_passed")
+    if isinstance(tests, Mapping):
+        sentences += [f"{name}: {status}" for name, status in tests.items()]
+    return next(iter(sentences), "")
 
 
 async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
@@ -316,8 +340,7 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
         async for each in _answers(audited):
             yield each
     elif not audited.holds:
-        detail = audited.rollout.detail if audited.rollout else {}
-        cause = next((str(detail[name]) for name in ("work_breaks_check", "difference") if detail.get(name)), "")
+        cause = _cause(audited.rollout.detail) if audited.rollout else ""
         what = f"the reference solution {_scored(audited.solved)}"
         if audited.solved.official is not None and audited.solved.official >= FULL:
             what += ", although the benchmark's own protocol accepts it"
@@ -329,6 +352,8 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
                 what += f" and, played again, {_scored(again)}"
                 yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", trial=trial, verdict=again)
                 return
+        if cause:
+            what += f": {_in_short(cause)}"
         yield Finding(kind=Kind.UNSOLVABLE, what=what, wanted="1", detail=why, trial=trial, verdict=audited.solved)
 
 

@@ -203,6 +203,33 @@ async def right(sandbox):
     assert certain(audit("words_env.py", "--only", "unsolvable")) == {"a": {Kind.UNSOLVABLE}}
 
 
+def test_an_unsolvable_task_is_reported_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("causes_env.py").write_text("""
+from palaestra import Task, environment
+from palaestra.grading import run_tests
+
+@environment(toolsets=["terminal"])
+def causes():
+    for name in ("error", "work", "test"):
+        yield Task(id=name, prompt="Write f.", solution="echo 'def f(): return 1' > made.py")
+
+@causes.score
+async def right(task, sandbox):
+    if task.id == "error":
+        raise ValueError("no such row")
+    if task.id == "work":
+        return await sandbox.call("made:g") == 2
+    return (await run_tests(sandbox, {"test_made.py": "from made import f\\ndef test_f(): assert f() == 2\\n"})).score()
+""")
+    found = audit("causes_env.py", "--only", "unsolvable")
+    said = {task.id: [each.what for each in task.findings] for task in found.tasks}
+    assert len(said["error"]) == len(said["work"]) == len(said["test"]) == 1
+    assert "no such row" in said["error"][0]
+    assert "made:g failed: AttributeError" in said["work"][0]
+    assert "test_f: AssertionError" in said["test"][0]
+
+
 def test_an_audit_goes_on_for_more_kinds_and_is_not_lost_for_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
