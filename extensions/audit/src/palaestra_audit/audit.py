@@ -1,4 +1,7 @@
-"""Audits the tasks of an environment, one after the other, and keeps what it has found in a file.
+"""Audits the tasks of an environment, and keeps what it has found in a file.
+
+A first pass over some tasks plays the reference solution and doing nothing, which shows many faults at once. A second
+pass over the same tasks makes the other checks.
 
 A task is audited again only if what its result depends on has changed: the task, the settings, the checks, or the
 files of the environment. So an audit that was interrupted goes on where it stopped.
@@ -14,8 +17,8 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -98,10 +101,17 @@ class Progress:
     def ended(self, task: TaskAudit, kept: bool) -> None:
         """A task has ended; `kept` results are those of an earlier audit."""
 
+    def begun(self, task: TaskAudit) -> None:
+        """The first pass over a task has ended; `task` has what it found."""
+
     def playing(self, running: Mapping[str, int]) -> None:
         """These tasks are being audited, with the number of their trials so far; at first, all tasks are prepared."""
 
 
+FIRST = (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)
+"""The kinds that the first pass looks for, with a few trials per task."""
+_AHEAD = 16
+"""The number of tasks by which the first pass is ahead of the second. Each keeps a prepared workspace."""
 _TOLD_S = 20
 """After this many seconds, the tasks that are audited are named again."""
 
@@ -139,53 +149,14 @@ async def _audit(
         )
         audit.settings, audit.secrets = split_secrets(plan.settings)
         known = {} if earlier is None else {each.id: each for each in earlier.tasks}
-        others_kept = _beyond(tasks, earlier, audit, plan)
-        found: dict[str, TaskAudit] = {}
-        solved: dict[str, str] = {}
-        running: dict[str, Audited] = {}
-
-        def update_tasks() -> None:
-            # What an earlier audit found about tasks that are still to come stays in the file.
-            every = known | found
-            audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
-
-        async def tell() -> None:
-            while True:
-                await asyncio.sleep(_TOLD_S)
-                progress.playing({name: each.played for name, each in running.items()})
-
-        telling = asyncio.create_task(tell())
+        beyond = _beyond(tasks, earlier, audit, plan)
+        passes = _Passes(trials, tasks, plan, progress, audit, known, beyond, _salt(form, parsed, plan), began)
+        telling = asyncio.create_task(passes.tell())
         with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
             done = {name for name, each in known.items() if each.complete}
             await trials.play_fresh({place: task for place, task in enumerate(tasks) if task.id not in done})
-        width = asyncio.Semaphore(plan.jobs)
-        salt = _salt(form, parsed, plan)
-
-        async def audit_task(position: int, task: Task) -> None:
-            async with width:
-                resolved, error = await _resolved(environment, task)
-                digest = _task_digest(resolved, salt)
-                if resolved is not None and (resolved.solution or resolved.answer) is not None:
-                    solved[task.id] = _stable_json([repr(resolved.solution), repr(resolved.answer)])
-                old = known.get(task.id)
-                kept = old if old is not None and old.digest == digest and old.complete else None
-                if kept is not None:
-                    found[task.id] = kept
-                elif plan.budget_s is not None and time.monotonic() - began > plan.budget_s:
-                    audit.left += 1
-                    return
-                else:
-                    found[task.id] = await _audit_task(
-                        task, position, resolved, error, digest, trials, plan, running, _sisters(tasks, position)
-                    )
-                    update_tasks()
-                    write_audit(audit, plan.out)  # the file has what earlier audits found
-                progress.ended(found[task.id], kept is not None)
-
         try:
-            async with asyncio.TaskGroup() as group:
-                for position, task in enumerate(tasks):
-                    group.create_task(audit_task(position, task))
+            await passes.play()
         except ExceptionGroup as errors:  # a full disk, for example, is one error for the user
             for error in errors.exceptions:
                 if isinstance(error, PalaestraError):
@@ -193,11 +164,131 @@ async def _audit(
             raise
         finally:
             telling.cancel()
-        update_tasks()
+        passes.list_tasks()
         if Kind.DUPLICATE in plan.kinds:
-            _add_duplicates(audit, tasks, solved, others, asked_later=environment.has_user)
+            _add_duplicates(audit, tasks, passes.solved, others, asked_later=environment.has_user)
         write_audit(audit, plan.out)
         return audit
+
+
+@dataclass(slots=True)
+class _Passes:
+    """The two passes over the tasks of an audit, whose results are stored in `audit` and its file."""
+
+    trials: Trials
+    tasks: Sequence[Task]
+    plan: Plan
+    progress: Progress
+    audit: Audit
+    known: Mapping[str, TaskAudit]
+    """What an earlier audit found, by task id."""
+    beyond: Sequence[TaskAudit]
+    """What an earlier audit found about other tasks."""
+    salt: str
+    began: float
+    solved: dict[str, str] = field(default_factory=dict)
+    """The solution and the answer of each task."""
+    _found: dict[str, TaskAudit] = field(default_factory=dict)
+    _running: dict[str, Audited] = field(default_factory=dict)
+    _cases: list[asyncio.Future[_Case | None]] = field(default_factory=list)
+
+    async def play(self) -> None:
+        """Audit the tasks, `plan.jobs` at a time. Raises `ExceptionGroup`."""
+        self._cases = [asyncio.get_running_loop().create_future() for _ in self.tasks]
+        waiting = self._passes()
+
+        async def work() -> None:
+            for each in waiting:
+                await each
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.plan.jobs):
+                group.create_task(work())
+
+    def _passes(self) -> Iterator[Awaitable[None]]:
+        numbered = [*enumerate(self.tasks)]
+        for start in range(0, len(numbered), _AHEAD):
+            some = numbered[start : start + _AHEAD]
+            yield from (self._begin(position, task) for position, task in some)
+            yield from (self._finish(position) for position, _ in some)
+
+    async def tell(self) -> None:
+        """Tell again and again which tasks are being audited."""
+        while True:
+            await asyncio.sleep(_TOLD_S)
+            self.progress.playing({name: each.played for name, each in self._running.items()})
+
+    def list_tasks(self) -> None:
+        """Put what is known so far into the audit. What an earlier audit found about tasks that are still to come stays
+        there."""
+        every = {**self.known, **self._found}
+        self.audit.tasks = [*(every[each.id] for each in self.tasks if each.id in every), *self.beyond]
+
+    def _keep(self, result: TaskAudit) -> None:
+        self._found[result.id] = result
+        self.list_tasks()
+        write_audit(self.audit, self.plan.out)
+
+    async def _begin(self, position: int, task: Task) -> None:
+        """Make the first pass over a task, or keep what an earlier audit found."""
+        case, resolved, error = None, *await _resolved(self.trials.environment, task)
+        digest = _task_digest(resolved, self.salt)
+        if resolved is not None and (resolved.solution or resolved.answer) is not None:
+            self.solved[task.id] = _stable_json([repr(resolved.solution), repr(resolved.answer)])
+        old, result = self.known.get(task.id), TaskAudit(id=task.id, digest=digest)
+        if old is not None and old.digest == digest and old.complete:
+            self._found[task.id] = old
+            self.progress.ended(old, True)
+        elif self._is_over():
+            self.audit.left += 1
+        elif resolved is None:  # often because of what this machine lacks
+            result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
+            result.complete = False
+            self._keep(result)
+            self.progress.ended(result, False)
+        else:
+            sisters = _sisters(self.tasks, position)
+            audited = Audited(task, resolved, position, self.trials, BANK, self.plan.repeats, sisters=sisters)
+            case = _Case(audited, result, self.plan.kinds)
+            await self._look_for(case, FIRST)
+            if case.result.complete and self._rest:
+                self._keep(case.recorded(whole=False))
+                self.progress.begun(self._found[task.id])
+            else:
+                await self._end(case, whole=True)
+                case = None
+        self._cases[position].set_result(case)
+
+    async def _finish(self, position: int) -> None:
+        """Make the second pass over a task, once the first one has ended."""
+        case = await self._cases[position]
+        if case is None:
+            return
+        if over := self._is_over():
+            self.audit.left += 1
+        else:
+            await self._look_for(case, self._rest)
+        await self._end(case, whole=not over)
+
+    @property
+    def _rest(self) -> set[Kind]:
+        """The kinds that the second pass looks for."""
+        return {kind for kind in self.plan.kinds if kind in CHECKS and kind not in FIRST}
+
+    async def _end(self, case: _Case, *, whole: bool) -> None:
+        for name in {case.result.id, case.audited.task.id}:
+            await self.trials.forget(name)
+        self._keep(case.recorded(whole=whole))
+        self.progress.ended(self._found[case.result.id], False)
+
+    async def _look_for(self, case: _Case, kinds: Collection[Kind]) -> None:
+        self._running[case.result.id] = case.audited
+        await case.look_for(kinds)
+        del self._running[case.result.id]
+
+    def _is_over(self) -> bool:
+        """Whether the budget is used up."""
+        return self.plan.budget_s is not None and time.monotonic() - self.began > self.plan.budget_s
 
 
 async def _tasks_to_audit(environment: Environment, plan: Plan) -> list[Task]:
@@ -297,63 +388,74 @@ def _sisters(tasks: Sequence[Task], position: int) -> list[Task]:
     return [each for each in near if steps_of(each) is not None][:MOST_SISTERS]
 
 
-async def _audit_task(
-    task: Task,
-    number: int,
-    resolved: Task | None,
-    error: str,
-    digest: str,
-    trials: Trials,
-    plan: Plan,
-    running: MutableMapping[str, Audited],
-    sisters: Sequence[Task] = (),
-) -> TaskAudit:
-    began, result = time.monotonic(), TaskAudit(id=task.id, digest=digest)
-    if resolved is None:  # often because of what this machine lacks
-        result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
-        result.complete = False
-        return result
-    audited = Audited(task, resolved, number, trials, BANK, plan.repeats, sisters=sisters)
-    running[task.id] = audited
-    try:
-        await audited.begin()
-        if audited.unprepared:  # often because of what this machine lacks
-            why = f"the workspace could not be prepared: {audited.unprepared}"
-            result.untried.append(Untried(Kind.UNSOLVABLE, why))
+@dataclass(slots=True)
+class _Case:
+    """A task that is being audited, and what has been found about it."""
+
+    audited: Audited
+    result: TaskAudit
+    kinds: Collection[Kind]
+    """The kinds that are reported."""
+    begun: bool = False
+
+    async def look_for(self, some: Collection[Kind]) -> None:
+        """Make the checks for some kinds. An error that ends the audit of the task becomes a part of its result, and
+        nothing more is looked for. Raises `DiskError`."""
+        began, result = time.monotonic(), self.result
+        try:
+            if result.complete:
+                await self._check(some)
+        except InfraError as failure:
+            result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {failure}"))
             result.complete = False
+        except DiskError:
+            raise
+        except Exception as failure:  # one odd task must not end the audit of the others
+            logger.warning("the audit of task %s ended early", result.id, exc_info=True)
+            result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_error_text(failure)}"))
+            result.complete = False
+        finally:
+            result.seconds += time.monotonic() - began
+
+    async def _check(self, some: Collection[Kind]) -> None:
+        audited, result = self.audited, self.result
+        if not self.begun:
+            self.begun = True
+            await audited.begin()
         for kind, check in CHECKS.items():
-            if kind in plan.kinds and (not audited.unprepared or kind in (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)):
+            if kind in some and kind in self.kinds and (not audited.unprepared or kind in FIRST):
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)
                         continue
                     count = sum(other.kind is each.kind for other in result.findings) + 1
                     # A check may come upon another kind, which is reported once.
-                    if each.kind is kind or (each.kind in plan.kinds and count == 1):
-                        each.id = f"{task.id}/{each.kind}/{count}"
+                    if each.kind is kind or (each.kind in self.kinds and count == 1):
+                        each.id = f"{result.id}/{each.kind}/{count}"
                         result.findings.append(each)
-    except InfraError as failure:
-        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {failure}"))
-        result.complete = False
-    except DiskError:
-        raise
-    except Exception as failure:  # one odd task must not end the audit of the others
-        logger.warning("the audit of task %s ended early", task.id, exc_info=True)
-        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_error_text(failure)}"))
-        result.complete = False
-    finally:
-        del running[task.id]
-        for name in {task.id, resolved.id}:
-            await asyncio.shield(trials.forget(name))
-    stages = audited.rollout.beside.stages if audited.rollout is not None else {}
-    result.stages = {"prepare": round(audited.prepare_s, 3)}
-    if audited.rollout is not None:
-        result.stages |= {"grade": round(stages.get("grade", 0.0), 3)}
-        result.stages |= {"whole": round(audited.rollout.beside.duration_s, 3)}
-    result.trials, result.mutants, result.lived = audited.played, audited.mutants, audited.lived
-    result.trial_s = round(audited.trial_s, 3)
-    result.seconds = round(time.monotonic() - began, 3)
-    return plain(result)  # prompts and files may have characters that no file of the result can hold
+        if audited.unprepared:  # often because of what this machine lacks
+            why = f"the workspace could not be prepared: {audited.unprepared}"
+            result.untried.append(Untried(Kind.UNSOLVABLE, why))
+            result.complete = False
+
+    def recorded(self, *, whole: bool) -> TaskAudit:
+        """Return the result for the file of the audit. If it is not the `whole` one, the next audit begins again."""
+        audited, result = self.audited, self.result
+        stages = {"prepare": audited.prepare_s}
+        if audited.rollout is not None:
+            beside = audited.rollout.beside
+            stages |= {"grade": beside.stages.get("grade", 0.0), "whole": beside.duration_s}
+        made = msgspec.structs.replace(
+            result,
+            stages={name: round(seconds, 3) for name, seconds in stages.items()},
+            trials=audited.played,
+            mutants=audited.mutants,
+            lived=audited.lived,
+            trial_s=round(audited.trial_s, 3),
+            seconds=round(result.seconds, 3),
+            complete=result.complete and whole,
+        )
+        return plain(made)  # prompts and files may have characters that no file of the result can hold
 
 
 def _add_duplicates(

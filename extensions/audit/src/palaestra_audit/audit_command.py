@@ -122,9 +122,13 @@ def run(
     folder = out if out is not None else Path("audits", own)
     path, chosen = folder / "audit.json", (frozenset(map(Kind, only)), frozenset(map(Kind, skip)))
     plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
-    began, counted = time.monotonic(), itertools.count(1)
+    began, counted, shown = time.monotonic(), itertools.count(1), set[str]()
 
     class Told(Progress):
+        def begun(self, task: TaskAudit) -> None:
+            for line in self._new(task):
+                click.echo(printable(f"found {line}"), err=True)
+
         def ended(self, task: TaskAudit, kept: bool) -> None:
             kinds = {each.kind: each for each in reversed(task.findings) if not each.note}
             tried = task.trials and not set(plan.kinds) <= {each.kind for each in task.untried}
@@ -134,8 +138,15 @@ def run(
             lines = [
                 f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
             ]
-            lines += [f"    {each.id}: {each.what}" for each in reversed(kinds.values()) if not kept]
+            lines += [] if kept else [f"    {line}" for line in self._new(task)]
             click.echo(printable("\n".join(lines)), err=True)
+
+        def _new(self, task: TaskAudit) -> list[str]:
+            """Return lines with the first finding of each kind, without those that have been shown."""
+            first = {each.kind: each for each in reversed(task.findings) if not each.note}
+            new = [each for each in reversed(first.values()) if each.id not in shown]
+            shown.update(each.id for each in new)
+            return [f"{each.id}: {each.what}" for each in new]
 
         def playing(self, running: Mapping[str, int]) -> None:
             each = ", ".join(f"{task} ({plural(trials, 'trial')})" for task, trials in running.items())

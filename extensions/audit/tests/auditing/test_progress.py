@@ -53,16 +53,21 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_finding_is_told_when_its_task_ends_and_kept_results_say_so(
+def test_the_first_pass_tells_its_findings_first_and_kept_results_say_so(
     told: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("palaestra_audit.audit._TOLD_S", 0.01)
     words = ("told_env.py", "--only", "unsolvable", "--only", "pays_for_nothing", "--only", "flaky", "--jobs", "1")
     found = audit(*words)
     lines = capsys.readouterr().err.splitlines()
+    told_at = [at for at, line in enumerate(lines) if "free/pays_for_nothing/1: doing nothing scores 1" in line]
+    ended = next(at for at, line in enumerate(lines) if line.startswith("[1] "))
+    assert len(told_at) == 1
+    assert any(line.startswith("auditing free (") for line in lines[: told_at[0]])
+    assert any(line.startswith("found broken/unsolvable/1: ") for line in lines[told_at[0] : ended])
     free = next(at for at, line in enumerate(lines) if "] free: pays_for_nothing" in line)
-    assert lines[free + 1] == "    free/pays_for_nothing/1: doing nothing scores 1"
-    assert any(line.startswith("auditing free (") for line in lines[:free])
+    assert ended <= free < next(at for at, line in enumerate(lines) if "] lucky: flaky" in line)
+    assert lines[free + 1 :][:1] != ["    free/pays_for_nothing/1: doing nothing scores 1"]
     # A reference solution that is refused by chance is no unsolvable task.
     assert {task.id: {each.kind for each in task.findings} for task in found.tasks}["lucky"] == {Kind.FLAKY}
     audit(*words)
@@ -78,17 +83,19 @@ def test_a_task_without_a_score_is_not_tried(told: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_a_stopped_audit_leaves_its_reports_and_says_how_it_goes_on(told: Path) -> None:
+@pytest.mark.parametrize("kinds", [["pays_for_nothing"], ["pays_for_nothing", "weak"]])
+def test_a_stopped_audit_leaves_its_reports_and_says_how_it_goes_on(told: Path, kinds: list[str]) -> None:
     Path("wait").write_text("0.3")
+    only = [word for kind in kinds for word in ("--only", kind)]
     with subprocess.Popen(
-        [sys.executable, "-m", "palaestra", "audit", "told_env.py", "--only", "pays_for_nothing", "--jobs", "1"],
+        [sys.executable, "-m", "palaestra", "audit", "told_env.py", *only, "--jobs", "1"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "120"},
     ) as running:  # fmt: skip
         assert running.stderr is not None
         first = running.stderr.readline()
         running.send_signal(signal.SIGINT)
         rest = running.stderr.read()
-    assert "] free: pays_for_nothing" in first
+    assert ("found free/pays_for_nothing" if "weak" in kinds else "] free: pays_for_nothing") in first
     assert "stopped: the same command goes on with the tasks that are left" in rest
     folder = told / "audits/told_env"
     assert "free/pays_for_nothing/1" in (folder / "audit.html").read_text()
