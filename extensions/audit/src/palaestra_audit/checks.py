@@ -40,6 +40,7 @@ from palaestra_audit.stated_answers import CALLED, single_sign, states, tells
 from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Say, Solution, Task
+from palaestra_slots.images.task_root import FROM
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 Found: TypeAlias = Finding | Untried
@@ -233,6 +234,12 @@ class Audited:
         return None
 
     @property
+    def base(self) -> str:
+        """The root file system that a setting puts in place of the task's own image; empty if there is none."""
+        base = getattr(self.trials.environment.config, "base_image", None)
+        return "" if base in (None, FROM) else str(base)
+
+    @property
     def asked(self) -> str:
         """The text of the prompt."""
         return "\n".join(str(each.get("content")) for each in self.task.messages())
@@ -344,6 +351,8 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
         what = f"the reference solution {_scored(audited.solved)}"
         if audited.solved.official is not None and audited.solved.official >= FULL:
             what += ", although the benchmark's own protocol accepts it"
+        if audited.base:
+            what += f" over {audited.base}, which stands in for the task's image"
         trial, why = Trial(steps=[REFERENCE]), audited.solved.error or cause
         for _ in range(audited.repeats - 1):
             again, _, _ = await audited.play(trial)
@@ -354,7 +363,8 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
                 return
         if cause:
             what += f": {_in_short(cause)}"
-        yield Finding(kind=Kind.UNSOLVABLE, what=what, wanted="1", detail=why, trial=trial, verdict=audited.solved)
+        note, verdict = bool(audited.base), audited.solved
+        yield Finding(kind=Kind.UNSOLVABLE, what=what, note=note, wanted="1", detail=why, trial=trial, verdict=verdict)
 
 
 _FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "ANSWER: {}", "#### {}", "<answer>{}</answer>")

@@ -50,7 +50,7 @@ def as_text(audit: Audit, path: Path) -> Iterator[str]:
         yield f"mutants of the reference solutions: {lived} of {mutants} got the full score"
     untried = Counter((each.kind, each.why) for task in audit.tasks for each in task.untried)
     for (kind, why), count in untried.most_common(_SHOWN):
-        yield f"not tried: {kind}: {why} ({plural(count, 'task')})"
+        yield f"not tried: {kind}: {next(iter(why.splitlines()), '')} ({plural(count, 'task')})"
     if len(untried) > _SHOWN:
         yield f"not tried: {len(untried) - _SHOWN} more reasons, in the page"
     slow = sorted(audit.tasks, key=lambda task: -task.stages.get("whole", 0.0))[:1]

@@ -390,27 +390,44 @@ async def right(sandbox):
         assert main(["audit", "replay", "found/audit.json", each.id]) == 0
 
 
+def write_sorting_task(name: str, build: str = "", program: str = "sort") -> None:
+    """Write a folder of Harbor below `tasks`, whose Dockerfile has these further lines."""
+    reward = "/logs/verifier/reward.txt"
+    test = "def test_it():\n    assert open('/app/out.txt').read().split() == ['fig', 'pear', 'plum']\n"
+    files = {
+        "task.toml": 'version = "1.0"\n',
+        "instruction.md": "Write the words of /app/in.txt to /app/out.txt in the order of the alphabet.",
+        "environment/Dockerfile": f"FROM python:3.11-slim\n{build}WORKDIR /app\nCOPY in.txt /app/in.txt\n",
+        "environment/in.txt": "pear\nfig\nplum\n",
+        "solution/solve.sh": f"#!/bin/bash\n{program} /app/in.txt > /app/out.txt\n",
+        "tests/test.sh": f"#!/bin/bash\npython3 -m pytest -q /tests/test_it.py\necho $((! $?)) > {reward}\n",
+        "tests/test_it.py": test,
+    }
+    for file, content in files.items():
+        path = Path("tasks", name, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.mark.slow
+def test_a_reference_that_fails_over_another_image_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_sorting_task("build", build="RUN apt-get update && apt-get install -y no-such-package\n")
+    write_sorting_task("program", program="no-such-program")
+    found = audit("tasks", "--only", "unsolvable", "--env.base_image", "host")
+    said = {task.id: [(each.note, each.what) for each in task.findings] for task in found.tasks}
+    assert all(len(each) == 1 and each[0][0] for each in said.values())
+    assert all("host, which stands in for the task's image" in each[0][1] for each in said.values())
+    assert "apt-get" in said["build"][0][1]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(clock_library() is None, reason="needs faketime")
 def test_a_sound_task_in_a_folder_passes_its_tests_with_every_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reward = "/logs/verifier/reward.txt"
-    test = "def test_it():\n    assert open('/app/out.txt').read().split() == ['fig', 'pear', 'plum']\n"
-    files = {
-        "task.toml": 'version = "1.0"\n',
-        "instruction.md": "Write the words of /app/in.txt to /app/out.txt in the order of the alphabet.",
-        "environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nCOPY in.txt /app/in.txt\n",
-        "environment/in.txt": "pear\nfig\nplum\n",
-        "solution/solve.sh": "#!/bin/bash\nsort /app/in.txt > /app/out.txt\n",
-        "tests/test.sh": f"#!/bin/bash\npython3 -m pytest -q /tests/test_it.py\necho $((! $?)) > {reward}\n",
-        "tests/test_it.py": test,
-    }
-    for name, content in files.items():
-        path = Path("tasks/sorted", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    write_sorting_task("sorted")
     found = audit("tasks", "--only", "depends_on_the_world", "--only", "unsolvable", "--env.base_image", "host")
     assert [task.id for task in found.tasks] == ["sorted"]
     assert not list(found.findings())
