@@ -1,0 +1,175 @@
+"""Audits public sets of tasks, and writes the page of the documentation about what was found.
+
+    python benchmarks/audit_study.py CHECKOUTS --out FOLDER                     # audit the sets, or go on with it
+    python benchmarks/audit_study.py CHECKOUTS --out FOLDER --only evoeval      # some of them
+    python benchmarks/audit_study.py CHECKOUTS --out FOLDER --page docs/reference/audit_study.md
+
+`audit_study.toml` names the sets, with the repositories and commits from which they come. CHECKOUTS is a folder with
+the files of those repositories; no set is stored here. Each audit continues if it is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import _measure as measure
+
+from palaestra import __version__
+from palaestra_audit.records import Audit, Finding, Kind, TaskAudit, read_audit
+from palaestra_audit.trials import step_text
+
+_KINDS = [kind for kind in Kind if kind is not Kind.COSTLY]
+_WITNESSES = 5
+_MOST_REASONS = 3
+_MOST_LINES = 40
+_PAGE = """# What audits of public sets found
+
+<!-- written by benchmarks/audit_study.py --page -->
+
+`palaestra audit` {version} played {tasks} tasks of {sets} public sets on {day}, on one machine with {cpus} cores and
+without a container tool: where a task has an image of its own, the programs of the machine stood in for it. This page
+is no ranking. A finding has a witness that anybody can play again, and its author knows best whether it is a fault; a
+note is what an honest reader could dispute. What was not tried is listed below, and an audit never shows the absence of
+faults. The sets are not stored here: `benchmarks/audit_study.toml` names where they come from.
+
+{table}
+
+The numbers are those of tasks with findings, and in brackets of tasks with notes only.
+
+## Five findings in full
+
+{witnesses}
+## What was not tried
+
+{untried}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicSet:
+    """A set of tasks: where it comes from, and what follows `palaestra audit`. `only` is a pattern of its folders."""
+
+    name: str
+    source: str
+    path: str
+    words: Sequence[str]
+    only: str = "*"
+    tasks: int = 60
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of the audit."""
+        return "".join(each if each.isalnum() else "-" for each in self.name.lower()).strip("-")
+
+
+def main() -> int:
+    parser = measure.options_parser(__doc__, 1)
+    parser.add_argument("checkouts", type=Path, metavar="CHECKOUTS")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder of the audits")
+    parser.add_argument("--only", default="", metavar="NAME", help="only the sets with this text in their names")
+    parser.add_argument("--budget", default="30m", help="the budget of each audit (default 30m)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page from the audits that there are")
+    options = parser.parse_args()
+    sets = [PublicSet(**each) for each in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["set"]]
+    sets = [each for each in sets if options.only.lower() in each.name.lower()]
+    if options.page is None:
+        for each in sets:
+            _audit(each, options)
+    audits = [(each, read_audit(path)) for each in sets if (path := options.out / each.folder).is_dir()]
+    if options.page is not None:
+        options.page.write_text(page(audits), encoding="utf-8")
+    rows = [measure.Row(f"{each.name}: tasks", len(audit.tasks), "") for each, audit in audits]
+    rows += [measure.Row("tasks of all sets", sum(len(audit.tasks) for _, audit in audits), "")]
+    return measure.report("An audit of public sets", rows, options.json)
+
+
+def _audit(each: PublicSet, options: argparse.Namespace) -> None:
+    source = options.checkouts / each.path
+    target = source
+    if each.only != "*":  # a folder that has only the tasks with these names
+        target = options.out / "sets" / each.folder
+        target.mkdir(parents=True, exist_ok=True)
+        for task in sorted(source.iterdir()):
+            if fnmatch.fnmatch(task.name, each.only) and not (target / task.name).exists():
+                (target / task.name).symlink_to(task.resolve())
+    count = str(2 if options.quick else each.tasks)
+    words = [str(target), "--tasks", count, "--seed", "1", "--budget", options.budget, *each.words]
+    program = Path(sys.executable).with_name("palaestra")
+    print(f"{each.name}: palaestra audit {' '.join(words)}", file=sys.stderr)
+    subprocess.run([program, "audit", "run", *words, "--out", options.out / each.folder], check=False)
+
+
+def page(audits: Sequence[tuple[PublicSet, Audit]]) -> str:
+    """Return the page about these audits."""
+    tried = sum(len([task for task in audit.tasks if task.trials]) for _, audit in audits)
+    return _PAGE.format(
+        version=__version__,
+        tasks=tried,
+        sets=len(audits),
+        day=datetime.now(UTC).date(),
+        cpus=os.cpu_count(),
+        table="\n".join(_table(audits)),
+        witnesses="\n".join(_witnesses(audits)),
+        untried="\n".join(_untried(audits)),
+    )
+
+
+def _table(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
+    heads = [kind.replace("_", " ") for kind in _KINDS]
+    yield f"| set | source | tasks tried | without findings or notes | {' | '.join(heads)} |"
+    yield "|---|---|---:|---:|" + "---:|" * len(heads)
+    for each, audit in audits:
+        tasks = [task for task in audit.tasks if task.trials]
+        clean = sum(not task.findings for task in tasks)
+        cells = [_cell(tasks, kind) for kind in _KINDS]
+        yield f"| {each.name} | {each.source} | {len(tasks)} | {clean} | {' | '.join(cells)} |"
+
+
+def _cell(tasks: Sequence[TaskAudit], kind: Kind) -> str:
+    found = [{each.note for each in task.findings if each.kind is kind} for task in tasks]
+    findings, notes = sum(False in each for each in found), sum(each == {True} for each in found)
+    return (str(findings) if findings else "") + (f" ({notes})" if notes else "")
+
+
+def _witnesses(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
+    """Yield a finding of each of some kinds, from different sets where possible."""
+    chosen: list[tuple[PublicSet, Finding]] = []
+    for kind in _KINDS:
+        pairs = [(each, finding) for each, audit in audits for _, finding in audit.findings()
+                 if finding.kind is kind and finding.trial is not None and not finding.note]  # fmt: skip
+        used = {each.name for each, _ in chosen}
+        chosen += sorted(pairs, key=lambda pair: pair[0].name in used)[:1]
+    for each, finding in chosen[:_WITNESSES]:
+        assert finding.trial is not None
+        steps = "\n".join(map(step_text, finding.trial.steps)) or "nothing"
+        shown = "\n".join(steps.splitlines()[:_MOST_LINES])
+        verdict = finding.verdict
+        scored = "no score" if verdict is None or verdict.reward is None else f"score {verdict.reward:g}"
+        yield f"### {each.name}: `{finding.id}`\n\n{finding.what[:1].upper()}{finding.what[1:]}. What the agent does:\n"
+        yield f"```text\n{shown}\n```\n\nResult: {scored}; wanted: {finding.wanted or '-'}.\n"
+
+
+def _untried(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
+    for each, audit in audits:
+        reasons = Counter(
+            f"{untried.kind.replace('_', ' ')}: {untried.why.splitlines()[0]}"
+            for task in audit.tasks
+            for untried in task.untried
+        )
+        named = "; ".join(f"{reason} ({count} tasks)" for reason, count in reasons.most_common(_MOST_REASONS))
+        left = f"; {audit.left} tasks were not reached" if audit.left else ""
+        yield f"- **{each.name}**: {named or 'nothing'}{left}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
