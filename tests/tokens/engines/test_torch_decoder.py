@@ -67,3 +67,20 @@ def test_rows_that_come_and_leave_do_not_change_the_others(
             found = model(input_ids=torch.tensor([prompt + ids])).logits[0].float().log_softmax(-1)
         alone = [float(found[len(prompt) - 1 + place, token]) for place, token in enumerate(ids)]
         assert alone == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_rows_that_join_a_batch_are_not_kept_twice() -> None:
+    import torch
+
+    from palaestra_tokens.engines.growing_cache import append_rows, new_cache
+
+    batch, fresh = new_cache(), new_cache()
+    with torch.inference_mode():
+        for cache in (batch, fresh):
+            for number in range(2):
+                cache.update(torch.rand(3, 1, 8, 4), torch.rand(3, 1, 8, 4), number)
+        wanted = [torch.cat([old.keys, new.keys]) for old, new in zip(batch.layers, fresh.layers, strict=True)]
+    append_rows(batch, fresh)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(batch.layers, wanted, strict=True))
+    assert sum(layer.keys.untyped_storage().nbytes() for layer in fresh.layers) == 0
+    assert not any(layer._rooms for layer in fresh.layers)

@@ -53,6 +53,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
         self._first = 0
         self._show(sum(len(keys) for keys, _ in parts), length)
 
+    def release(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values, and hold none any more."""
+        held = self.keys, self.values
+        self.keys = self.values = held[0].new_empty(0)  # a view would keep all in memory
+        self._rooms = []
+        return held
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add rows: in the places of rows that have left, if there is room for these."""
         rows, _, length, _ = self.keys.shape
@@ -124,9 +131,10 @@ def take_rows(cache: Cache, rows: Sequence[int]) -> None:
 
 
 def append_rows(cache: Cache, fresh: Cache) -> None:
+    """Add the rows of `fresh`, which is empty afterwards: a batch is never in memory twice."""
     with torch.inference_mode():
         for old, new in zip(cache.layers, fresh.layers, strict=True):
-            old.append(new.keys, new.values)
+            old.append(*new.release())
 
 
 def drop_rows(cache: Cache, moved: Mapping[int, int], rows: int, padding: int) -> None:
