@@ -236,7 +236,8 @@ class Audited:
     @property
     def base(self) -> str:
         """The root file system that a setting puts in place of the task's own image; empty if there is none."""
-        base = getattr(self.trials.environment.config, "base_image", None)
+        config = getattr(self.trials.environment, "config", None)
+        base = getattr(config, "base_image", None)
         return "" if base in (None, FROM) else str(base)
 
     @property

@@ -308,6 +308,7 @@ def _check_environment(form: Any, environment: str) -> None:
             f"{form.name} fails its check ({failed}), so a model would learn to cheat or would learn nothing. See "
             f"`palaestra env check {environment}`, or train anyway with --unchecked {form.name}"
         )
+    click.echo(f"the check holds on {', '.join(proof.tasks)}", err=True)
 
 
 def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:

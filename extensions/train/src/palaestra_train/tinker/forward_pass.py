@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from palaestra_tokens.engines.torch_decoder import LEAST_SHARED, common_length
+from palaestra_tokens.engines.torch_decoder import LEAST_SHARED, cache_argument, common_length
 from palaestra_train.pass_memory import recomputed
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 PIECE = 256
 """The positions to which the output layer is applied at a time."""
@@ -69,13 +69,12 @@ class OutputLayer:
                 apart = layer(body(input_ids=ids, use_cache=False).last_hidden_state)
                 self.whole = not torch.allclose(apart, logits, atol=1e-4, rtol=1e-4)
 
-    def body(self, module: PreTrainedModel, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Return `[B, T, H]`, the input of `logits`, and the cache of keys and values if `use_cache` is true."""
-        if self.whole:
-            out = module(input_ids=ids, **options)
-            return out.logits, out.past_key_values
-        out = module.base_model(input_ids=ids, **options)
-        return out.last_hidden_state, out.past_key_values
+    def body(self, module: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """Return `[B, T, H]`, the input of `logits`. If there is a cache of keys and values, theirs are added."""
+        part = module if self.whole else module.base_model
+        given = {} if cache is None else {cache_argument(part): cache}
+        out = part(input_ids=ids, use_cache=cache is not None, **given)
+        return out.logits if self.whole else out.last_hidden_state
 
     def logits(self, module: PreTrainedModel, hidden_nh: torch.Tensor) -> torch.Tensor:
         """Return `[N, V]` in float32."""
@@ -94,17 +93,19 @@ class OutputLayer:
         first `shared` tokens in common. If `recompute` is true, layers are computed again in the backward pass instead
         of being kept; this is for rows without a common beginning."""
         import torch
+        from transformers import DynamicCache
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(bool(each.live.any()) for each in targets)):
             first: list[torch.Tensor] = []
             cache = None
             if shared:
-                beginning, cache = self.body(module, _padded(module, [ids[0][:shared]]), use_cache=True)
+                cache = DynamicCache(config=module.config.get_text_config())
+                beginning = self.body(module, _padded(module, [ids[0][:shared]]), cache)
                 first = self._picked(module, beginning[0], [_part(each, 0, shared) for each in targets])
                 cache.batch_repeat_interleave(len(ids))
             rest = _padded(module, [row[shared:] for row in ids])
             with recomputed(module, on=recompute and torch.is_grad_enabled()):
-                hidden, _ = self.body(module, rest, use_cache=bool(shared), past_key_values=cache)
+                hidden = self.body(module, rest, cache)
             found = []
             for place, (each, hidden_th) in enumerate(zip(targets, hidden.unbind(0), strict=True)):
                 (last,) = self._picked(module, hidden_th, [_part(each, shared, len(ids[place]))])

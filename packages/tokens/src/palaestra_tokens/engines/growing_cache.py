@@ -22,6 +22,9 @@ LEAST_ROOM = 64
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installed where types are checked
     """One layer: `keys` and `values` are views `[B, H, T, D]` of larger tensors. Works in inference mode only."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._rooms: list[torch.Tensor] = []

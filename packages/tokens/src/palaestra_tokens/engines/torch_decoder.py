@@ -11,6 +11,7 @@ Needs the extra `train` (torch, transformers).
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -193,7 +194,7 @@ class TorchDecoder:
                     # Padding may have the position -1. It is masked, but a table of positions
                     # cannot look up a negative one.
                     position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
-                    past_key_values=cache,
+                    **{cache_argument(self.model): cache},
                     use_cache=True,
                     # The logits of all positions would be T times as large, and only the last ones are sampled from.
                     logits_to_keep=1,
@@ -207,6 +208,11 @@ class TorchDecoder:
             raise full from error
         # In bfloat16, log-probabilities would have only two or three digits.
         return out.logits[:, -1].float()
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Return the name of the argument that takes a cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
