@@ -133,11 +133,14 @@ def take_rows(cache: Cache, rows: Sequence[int]) -> None:
             layer.hold([(layer.keys[chosen], layer.values[chosen])])
 
 
-def append_rows(cache: Cache, fresh: Cache) -> None:
-    """Add the rows of `fresh`, which is empty afterwards: a batch is never in memory twice."""
+def append_rows(cache: Cache, fresh: Cache, rows: Sequence[int]) -> None:
+    """Add the rows of `fresh` at `rows`, of which some may stand there several times. `fresh` is empty afterwards: no
+    more than one layer of the new rows is in memory twice."""
+    chosen = list(rows)
     with torch.inference_mode():
         for old, new in zip(cache.layers, fresh.layers, strict=True):
-            old.append(*new.release())
+            keys, values = new.release()
+            old.append(keys[chosen], values[chosen])
 
 
 def drop_rows(cache: Cache, moved: Mapping[int, int], rows: int, padding: int) -> None:

@@ -97,14 +97,14 @@ class TorchDecoder:
         logits = self._forward(_padded(rests, self.model.device), fresh, attended)
         if read:
             close_gaps(fresh, attended)
-        if len(places) < len(prompts):
-            rows = [places[tuple(prompt)] for prompt in prompts]
-            take_rows(fresh, rows)
-            logits = logits[rows]
+        rows = [places[tuple(prompt)] for prompt in prompts]
+        logits = logits[rows]
         if self._cache is None or self._logits is None:
+            if len(places) < len(prompts):
+                take_rows(fresh, rows)
             self._cache, self._logits = fresh, logits
         else:
-            append_rows(self._cache, fresh)
+            append_rows(self._cache, fresh, rows)
             self._logits = torch.cat([self._logits, logits])
         self._places += range(len(self._ids), len(self._ids) + len(prompts))
         self._ids += map(list, prompts)
