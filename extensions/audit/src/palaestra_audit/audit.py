@@ -108,7 +108,7 @@ class Progress:
         """These tasks are being audited, with the number of their trials so far; at first, all tasks are prepared."""
 
 
-FIRST = (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)
+_FIRST = (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)
 """The kinds that the first pass looks for, with a few trials per task."""
 _AHEAD = 16
 """The number of tasks by which the first pass is ahead of the second. Each keeps a prepared workspace."""
@@ -250,7 +250,7 @@ class _Passes:
             sisters = _sisters(self.tasks, position)
             audited = Audited(task, resolved, position, self.trials, BANK, self.plan.repeats, sisters=sisters)
             case = _Case(audited, result, self.plan.kinds)
-            await self._look_for(case, FIRST)
+            await self._look_for(case, _FIRST)
             if case.result.complete and self._rest:
                 self._keep(case.recorded(whole=False))
                 self.progress.begun(self._found[task.id])
@@ -273,7 +273,7 @@ class _Passes:
     @property
     def _rest(self) -> set[Kind]:
         """The kinds that the second pass looks for."""
-        return {kind for kind in self.plan.kinds if kind in CHECKS and kind not in FIRST}
+        return {kind for kind in self.plan.kinds if kind in CHECKS and kind not in _FIRST}
 
     async def _end(self, case: _Case, *, whole: bool) -> None:
         for name in {case.result.id, case.audited.task.id}:
@@ -423,7 +423,7 @@ class _Case:
             self.begun = True
             await audited.begin()
         for kind, check in CHECKS.items():
-            if kind in some and kind in self.kinds and (not audited.unprepared or kind in FIRST):
+            if kind in some and kind in self.kinds and (not audited.unprepared or kind in _FIRST):
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)

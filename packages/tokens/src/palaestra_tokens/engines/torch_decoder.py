@@ -69,6 +69,7 @@ class TorchDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._cache_argument = cache_argument(model)  # once, because a signature takes long to read
         # A sliding window counts places in the cache, so a row must have no gap there.
         self._shares = getattr(model.config.get_text_config(), "sliding_window", None) is None
         # The place of each row in the tensors and in the lists after it: a row that leaves is replaced by the last one.
@@ -194,7 +195,7 @@ class TorchDecoder:
                     # Padding may have the position -1. It is masked, but a table of positions
                     # cannot look up a negative one.
                     position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
-                    **{cache_argument(self.model): cache},
+                    **{self._cache_argument: cache},
                     use_cache=True,
                     # The logits of all positions would be T times as large, and only the last ones are sampled from.
                     logits_to_keep=1,
