@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,34 @@ def test_the_log_probabilities_are_those_of_the_whole_model(folder: Path) -> Non
             own = whole(torch.tensor([row.ids])).logits[0].log_softmax(-1)
         targets = row.inputs["target_tokens"]
         torch.testing.assert_close(logprobs, own.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_the_keys_of_a_beginning_are_not_kept_for_each_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers.integrations import sdpa_attention
+
+    from palaestra_train.tinker.forward_pass import FORCE_GROUPS, Targets
+    from palaestra_train.tinker.model import BaseModel, LoraSettings, TrainedModel
+
+    if FORCE_GROUPS not in Path(sdpa_attention.__file__).read_text():
+        pytest.skip("this version of transformers always repeats keys and values")
+    base = BaseModel(str(folder), device="cpu")
+    trained = TrainedModel(base, LoraSettings(4, 0, True, True, True))
+    ids = [[*range(1, 41), *end] for end in ([50, 51, 52], [60, 61], [70])]
+    targets = [Targets(torch.tensor([*row[1:], 0]), torch.ones(len(row), dtype=torch.bool)) for row in ids]
+
+    def kept_heads() -> set[int]:
+        """Return how many heads the tensors have that are kept of all tokens, for the backward pass."""
+        shapes: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: (shapes.append(each.shape), each)[1], lambda e: e):
+            base.output.logprobs(trained.module, ids, targets, 40, recompute=False)
+        return {shape[1] for shape in shapes if len(shape) == 4 and shape[0] == len(ids) and shape[2] > 40}
+
+    assert kept_heads() == {2}
+    assert FORCE_GROUPS not in os.environ
+    monkeypatch.setenv(FORCE_GROUPS, "0")  # a user's own setting stays
+    assert kept_heads() == {4}
 
 
 def test_rows_are_clustered_by_what_they_share() -> None:
