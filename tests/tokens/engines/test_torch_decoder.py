@@ -69,6 +69,23 @@ def test_rows_that_come_and_leave_do_not_change_the_others(
         assert alone == pytest.approx(logprobs, abs=TOLERANCE)
 
 
+def test_the_memory_of_keys_and_values_limits_a_batch(folder: Path) -> None:
+    from palaestra_tokens.engines.torch_decoder import TorchDecoder, load_model
+
+    model = load_model(str(folder), device="cpu")
+    decoder = TorchDecoder(model)
+    prompts = [[5] * 10, [6] * 40, [7] * 20, [8] * 20]
+    assert decoder.room(prompts) == 4
+    decoder.admit(prompts[:1], [Sampling()])
+    layer = decoder._cache.layers[0]
+    of_token = sum(each[0, :, 0].nbytes for each in (layer.keys, layer.values)) * len(decoder._cache.layers)
+    for most, room in ((3 * 40, 2), (2 * 40, 1), (2 * 40 - 1, 0), (0, 0)):
+        decoder._most_bytes = most * of_token
+        assert decoder.room(prompts[1:]) == room
+    decoder.keep([])
+    assert decoder.room(prompts[1:]) == 1, "an empty batch takes a row of any length"
+
+
 def test_rows_that_join_a_batch_are_not_kept_twice() -> None:
     import torch
 

@@ -28,6 +28,10 @@ class Counting:
         self.loaded = ""
         self.fails: Exception | None = None
         self.stepped = threading.Semaphore(0)
+        self.most = 1000
+
+    def room(self, prompts: Sequence[Sequence[int]]) -> int:
+        return min(len(prompts), self.most - len(self.rows))
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
         self.rows += [prompt[-1] for prompt in prompts]
@@ -76,6 +80,16 @@ def test_requests_that_come_together_are_one_batch() -> None:
         for start, answer in zip((10, 20, 30), answers, strict=True):
             count_on(answer.result(PATIENCE_S), start, 3)
     assert running.most_at_once == 3
+
+
+def test_requests_for_which_the_decoder_has_no_room_wait_in_order() -> None:
+    decoder = Counting()
+    decoder.most = 2
+    with batcher(decoder) as running:
+        answers = [running.submit([start], Sampling(), 3) for start in (10, 20, 30, 40, 50)]
+        for start, answer in zip((10, 20, 30, 40, 50), answers, strict=True):
+            count_on(answer.result(PATIENCE_S), start, 3)
+    assert running.most_at_once == 2
 
 
 def test_each_ends_for_its_own_reason_and_the_others_go_on() -> None:

@@ -404,6 +404,7 @@ class SamplingDecoder(TorchDecoder):
         super().keep(rows)
         if not self._ids:
             self.model = self._module  # or each idle sampler would hold weights of its own
+            release(self._module.device)
 
 
 def _sharing(module: PreTrainedModel) -> PreTrainedModel:

@@ -66,8 +66,8 @@ _Message: TypeAlias = "_Request | _NewWeights | _End"
 
 class Batcher:
     """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and waits up to `CLOSE_TIMEOUT_S`
-    seconds for the thread to end. `make` builds the decoder inside the thread. `most_rows` limits the batch; further
-    requests wait in order."""
+    seconds for the thread to end. `make` builds the decoder inside the thread. `most_rows` and the decoder's
+    memory limit the batch; further requests wait in order."""
 
     def __init__(
         self,
@@ -178,6 +178,7 @@ class Batcher:
         self._remove_ended_rows(decoder)
         room = self._most_rows - len(self._rows)
         waiting = [request for request in self._waiting if not request.answer.cancelled()]
+        room = min(room, decoder.room([request.prompt for request in waiting[:room]]))
         coming, self._waiting = waiting[:room], waiting[room:]
         if coming:
             self._rows += coming

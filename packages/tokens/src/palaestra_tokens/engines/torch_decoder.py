@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable
 from palaestra_slots.core.extras import install_command
+from palaestra_slots.sandbox.admission import available_memory
 from palaestra_tokens.engines.sampling import Sampling
 from palaestra_tokens.tokenizers import model_source
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+GIB = 1 << 30
+LEAST_CACHE_BYTES = GIB
+"""A batch may hold keys and values of this size on every machine."""
 
 LEAST_SHARED = 16
 """The fewest tokens of a common beginning for which one more pass of the model pays."""
@@ -80,6 +85,19 @@ class TorchDecoder:
         self._cache: Cache | None = None
         self._logits: torch.Tensor | None = None
         self._unread: torch.Tensor | None = None
+        self._token_bytes = cache_token_bytes(model)
+        self._most_bytes = most_cache_bytes(model.device)
+
+    def room(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Return how many of these prompts, from the first on, can join the batch by the memory for their keys and
+        values: all rows take as much as the longest. An empty batch has room for one."""
+        longest = max(map(len, self._ids), default=0)
+        for count, prompt in enumerate(prompts):
+            longest = max(longest, len(prompt))
+            rows = len(self._ids) + count + 1
+            if rows > 1 and rows * longest * self._token_bytes > self._most_bytes:
+                return count
+        return len(prompts)
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
         """Read the new prompts in one pass, each distinct prompt only once, and append their caches to the existing
@@ -209,6 +227,24 @@ class TorchDecoder:
             raise full from error
         # In bfloat16, log-probabilities would have only two or three digits.
         return out.logits[:, -1].float()
+
+
+def cache_token_bytes(model: PreTrainedModel) -> int:
+    """Return the size of the keys and values of one token of one row."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head * model.dtype.itemsize)
+
+
+def most_cache_bytes(device: torch.device) -> float:
+    """Return the limit for the keys and values of a batch, which joining rows exceed for a moment: a tenth of the
+    memory that is free now, or half of that of a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        return max(LEAST_CACHE_BYTES, torch.cuda.mem_get_info(device)[0] / 2)
+    return max(LEAST_CACHE_BYTES, available_memory() / 10)
 
 
 def cache_argument(model: torch.nn.Module) -> str:
