@@ -41,7 +41,7 @@ from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, wri
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Say, Solution, Task
 from palaestra_slots.images.task_root import FROM
-from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot
 
 Found: TypeAlias = Finding | Untried
 
@@ -75,6 +75,7 @@ WORLDS = (
     World(name="another hash seed", env={"PYTHONHASHSEED": "1"}),
     World(name="a third hash seed", env={"PYTHONHASHSEED": "4242"}),
     World(name="another home directory", env={"HOME": "/tmp"}),  # noqa: S108  in the sandbox
+    World(name="the workspace at another path", workspace="/srv/elsewhere"),
     World(name="another user name", env={"USER": "somebody", "LOGNAME": "somebody"}),
     World(name="no network", offline=True),
     World(name="a fifth of a processor", cpus=0.2),
@@ -698,6 +699,9 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
             continue
         if each.offline and not online:
             continue
+        if each.workspace and (spec.workspace or audited.trials.pool.rung < Rung.USERNS):
+            yield Untried(Kind.WORLD, f"{each.name}: the slots of this task have it at one path only")
+            continue
         if each.clock and follows is None:
             follows = await audited.trials.follows_clock(spec)
         if each.clock and not follows:
@@ -719,12 +723,13 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
                 yield chance
             continue
         what = f"with {each.name}, the reference solution {_scored(verdict)}"
-        # An honest task may need a fast machine, a network, or the home directory and the locale of its sandbox.
-        note = each.slow or each.offline or "HOME" in each.env or each.env.get("LC_ALL") == LOCALE
+        # An honest task may need a fast machine, a network, or the workspace, home directory and locale of its sandbox.
+        place = bool(each.workspace) or "HOME" in each.env
+        note = each.slow or each.offline or place or each.env.get("LC_ALL") == LOCALE
         yield Finding(
             kind=Kind.WORLD, what=what, note=note, wanted="1", detail=verdict.error, trial=trial, verdict=verdict
         )
-    yield Untried(Kind.WORLD, "host name, path of the workspace and user id: not changed")
+    yield Untried(Kind.WORLD, "host name and user id: not changed")
 
 
 _PRESENT = re.compile(

@@ -43,14 +43,15 @@ class Kind(StrEnum):
 
 class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the machine of a trial differs from the task's own. `env` are environment variables of all commands, `cpus`
-    limits the processors, `offline` takes the network away, and `clock` is the time at which a trial begins, as
-    `faketime` reads it."""
+    limits the processors, `offline` takes the network away, `clock` is the time at which a trial begins, as `faketime`
+    reads it, and `workspace` is where commands begin: a second path of the workspace."""
 
     name: str = ""
     env: dict[str, str] = {}
     cpus: float | None = None
     offline: bool = False
     clock: str = ""
+    workspace: str = ""
 
     @property
     def fast(self) -> bool:

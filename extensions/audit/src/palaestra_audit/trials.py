@@ -131,7 +131,8 @@ async def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
         mounts, env = (*mounts, Mount(str(locales), place)), env | {"LOCPATH": place}
     limits: Limits = spec.limits if world.cpus is None else replace(spec.limits, cpus=world.cpus)
     network = Network.OFF if world.offline else spec.network
-    return replace(spec, env=tuple(env.items()), mounts=mounts, limits=limits, network=network)
+    workspace = spec.workspace or world.workspace
+    return replace(spec, env=tuple(env.items()), mounts=mounts, limits=limits, network=network, workspace=workspace)
 
 
 class TrialPolicy(Policy):

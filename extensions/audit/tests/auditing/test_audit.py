@@ -365,7 +365,9 @@ def test_keys_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["audit", "replay", "found/audit.json", finding, *settings[:3]]) == 0
 
 
-def test_a_home_directory_is_a_note_and_another_clock_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_and_a_path_are_notes_and_another_clock_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("words_env.py").write_text("""
 from palaestra import Task, environment
@@ -377,12 +379,13 @@ def words():
 
 @words.score
 async def right(sandbox):
-    found = await sandbox.execute("test $HOME != /tmp && test $(date +%Y) -lt 2028")
+    found = await sandbox.execute("test $HOME != /tmp && test $PWD = /workspace && test $(date +%Y) -lt 2028")
     return found.exit_code == 0 and await sandbox.read_text("b.txt", missing="") == "a" * 50
 """)
     found = audit("words_env.py", "--only", "depends_on_the_world", "--only", "leaks")
     notes = {(each.kind, each.what.partition(",")[0]) for _, each in found.findings() if each.note}
-    assert (Kind.WORLD, "with another home directory") in notes
+    for what in ("another home directory", "the workspace at another path"):
+        assert (Kind.WORLD, f"with {what}") in notes
     assert any(kind is Kind.LEAKS for kind, _ in notes)
     clock = [each for _, each in found.findings() if not each.note]
     assert {each.kind for each in clock} == ({Kind.WORLD} if clock_library() else set())
