@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.sandbox.admission import available_memory
+from palaestra_slots.core.free_memory import available_memory
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable
 from palaestra_slots.core.extras import install_command
-from palaestra_slots.sandbox.admission import available_memory
+from palaestra_slots.core.free_memory import available_memory
 from palaestra_tokens.engines.sampling import Sampling
 from palaestra_tokens.tokenizers import model_source
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
-GIB = 1 << 30
-LEAST_CACHE_BYTES = GIB
+LEAST_CACHE_BYTES = 1 << 30
 """A batch may hold keys and values of this size on every machine."""
 
 LEAST_SHARED = 16
@@ -243,7 +242,7 @@ def most_cache_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         import torch
 
-        return max(LEAST_CACHE_BYTES, torch.cuda.mem_get_info(device)[0] / 2)
+        return max(LEAST_CACHE_BYTES, float(torch.cuda.mem_get_info(device)[0]) / 2)
     return max(LEAST_CACHE_BYTES, available_memory() / 10)
 
 
