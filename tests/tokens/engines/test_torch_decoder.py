@@ -70,6 +70,7 @@ def test_rows_that_come_and_leave_do_not_change_the_others(
 
 
 def test_the_memory_of_keys_and_values_limits_a_batch(folder: Path) -> None:
+    from palaestra_tokens.engines.growing_cache import length_with_room
     from palaestra_tokens.engines.torch_decoder import TorchDecoder, load_model
 
     model = load_model(str(folder), device="cpu")
@@ -79,8 +80,8 @@ def test_the_memory_of_keys_and_values_limits_a_batch(folder: Path) -> None:
     decoder.admit(prompts[:1], [Sampling()])
     layer = decoder._cache.layers[0]
     of_token = sum(each[0, :, 0].nbytes for each in (layer.keys, layer.values)) * len(decoder._cache.layers)
-    for most, room in ((3 * 40, 2), (2 * 40, 1), (2 * 40 - 1, 0), (0, 0)):
-        decoder._most_bytes = most * of_token
+    for rows, room in ((3, 2), (2, 1), (1.9, 0), (0, 0)):
+        decoder._most_bytes = rows * length_with_room(40) * of_token
         assert decoder.room(prompts[1:]) == room
     decoder.keep([])
     assert decoder.room(prompts[1:]) == 1, "an empty batch takes a row of any length"

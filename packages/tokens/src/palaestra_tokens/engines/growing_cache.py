@@ -51,7 +51,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
         """Hold the rows of all parts, pairs of keys and values, with room for `coming` tokens or more. Shorter parts
         are padded on the left."""
         length = max(keys.shape[2] for keys, _ in parts)
-        room = max(coming, LEAST_ROOM, length // 4)
+        room = max(coming, length_with_room(length) - length)
         self._rooms = [_padded_batch([part[which] for part in parts], length, room) for which in (0, 1)]
         self._first = 0
         self._show(sum(len(keys) for keys, _ in parts), length)
@@ -99,6 +99,11 @@ def _padded_batch(parts: Sequence[torch.Tensor], length: int, room: int) -> torc
         own[:, :, padding:length] = part
         start += len(part)
     return made
+
+
+def length_with_room(length: int) -> int:
+    """Return how many tokens a row takes the memory of, if the longest row has `length`."""
+    return length + max(LEAST_ROOM, length // 4)
 
 
 def new_cache() -> Cache:

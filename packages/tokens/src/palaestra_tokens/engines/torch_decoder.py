@@ -90,11 +90,13 @@ class TorchDecoder:
     def room(self, prompts: Sequence[Sequence[int]]) -> int:
         """Return how many of these prompts, from the first on, can join the batch by the memory for their keys and
         values: all rows take as much as the longest. An empty batch has room for one."""
+        from palaestra_tokens.engines.growing_cache import length_with_room
+
         longest = max(map(len, self._ids), default=0)
         for count, prompt in enumerate(prompts):
             longest = max(longest, len(prompt))
             rows = len(self._ids) + count + 1
-            if rows > 1 and rows * longest * self._token_bytes > self._most_bytes:
+            if rows > 1 and rows * length_with_room(longest) * self._token_bytes > self._most_bytes:
                 return count
         return len(prompts)
 
