@@ -23,6 +23,7 @@ import os
 import random
 import shutil
 import statistics
+import resource
 import subprocess
 import sys
 import time
@@ -163,7 +164,8 @@ def measured(name: str, kind: str, folder: Path, quick: bool) -> list[Row]:
     plain, *_, last = [float(line["reward"]) for line in evaluations]
     warm = float(evaluations[1]["reward"])
     margin = interval(folder)
-    memory = max(float(line.get("memory_gib", 0.0)) for line in lines)
+    # Not the trainer's own figure, which it reports with each step: the last evaluation comes after it.
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     spent = {
         each: sum(line.get("rollout_s", 0.0) + line["train_s"] for line in lines if line["kind"] == each)
         for each in (WARM_START, STEP)
@@ -175,7 +177,7 @@ def measured(name: str, kind: str, folder: Path, quick: bool) -> list[Row]:
         Row(f"{name}: rise after the warm start", last - warm, ""),
         Row(f"{name}: supervised steps", spent[WARM_START], "s"),
         Row(f"{name}: steps on rollouts", spent[STEP], "s"),
-        Row(f"{name}: memory of the trainer", memory, "GiB"),
+        Row(f"{name}: memory of the trainer, at most so far", memory, "GiB"),
     ]
     if quick or kind == "supervised":
         return rows
