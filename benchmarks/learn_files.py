@@ -21,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import shutil
 import statistics
-import resource
 import subprocess
 import sys
 import time
