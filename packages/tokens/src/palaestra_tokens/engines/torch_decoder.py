@@ -12,6 +12,7 @@ Needs the extra `train` (torch, transformers).
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -240,12 +241,15 @@ def cache_token_bytes(model: PreTrainedModel) -> int:
 
 def most_cache_bytes(device: torch.device) -> float:
     """Return the limit for the keys and values of a batch, which joining rows exceed for a moment: a tenth of the
-    memory that is free now, or half of that of a GPU."""
+    memory that is free now, or half of that of a GPU; none on systems that do not say what is free."""
     if device.type == "cuda":
         import torch
 
         return max(LEAST_CACHE_BYTES, float(torch.cuda.mem_get_info(device)[0]) / 2)
-    return max(LEAST_CACHE_BYTES, available_memory() / 10)
+    try:
+        return max(LEAST_CACHE_BYTES, available_memory() / 10)
+    except OSError:  # not Linux
+        return math.inf
 
 
 def cache_argument(model: torch.nn.Module) -> str:
