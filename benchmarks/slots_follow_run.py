@@ -40,7 +40,7 @@ from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra_slots.core.free_memory import available_memory
+from palaestra_slots.sandbox.admission import available_memory
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_tokens.config import APIServerConfig

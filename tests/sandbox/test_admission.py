@@ -11,8 +11,8 @@ import pytest
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra_slots.core import free_memory
 from palaestra_slots.core.errors import AcquireTimeout
+from palaestra_slots.sandbox import admission
 from palaestra_slots.sandbox.admission import (
     DEFAULT_SLOTS,
     RESERVE_BYTES,
@@ -46,7 +46,7 @@ def test_a_wish_is_limited_by_open_files_alone() -> None:
 
 def test_what_is_available_here() -> None:
     total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
-    assert 0 < free_memory.available_memory() < total
+    assert 0 < admission.available_memory() < total
 
 
 def test_only_plenty_of_memory_is_remembered_for_a_moment() -> None:
@@ -68,11 +68,11 @@ def test_a_control_group_with_a_limit(tmp_path: Path) -> None:
         ("memory.stat", "anon 5\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert free_memory._left_in(str(tmp_path)) == 350
+    assert admission._left_in(str(tmp_path)) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory._left_in(str(tmp_path)) is None
+    assert admission._left_in(str(tmp_path)) is None
     (tmp_path / "memory.max").write_text("9223372036854771712\n")
-    assert free_memory._left_in(str(tmp_path)) is None
+    assert admission._left_in(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

@@ -87,19 +87,6 @@ def test_the_memory_of_keys_and_values_limits_a_batch(folder: Path) -> None:
     assert decoder.room(prompts[1:]) == 1, "an empty batch takes a row of any length"
 
 
-def test_a_system_that_does_not_say_what_is_free_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from palaestra_tokens.engines import torch_decoder
-
-    def read() -> int:
-        raise FileNotFoundError("/proc/meminfo")
-
-    assert torch_decoder.LEAST_CACHE_BYTES <= torch_decoder.most_cache_bytes(torch.device("cpu")) < 1e15
-    monkeypatch.setattr(torch_decoder, "available_memory", read)
-    assert torch_decoder.most_cache_bytes(torch.device("cpu")) == float("inf")
-
-
 def test_rows_that_join_a_batch_are_not_kept_twice() -> None:
     import torch
 

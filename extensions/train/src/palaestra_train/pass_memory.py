@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.core.free_memory import available_memory
+from palaestra_slots.sandbox.admission import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,9 @@ with a vocabulary of 32,000 take 1.5 s in 1 pass and 1.2 s in 4."""
 
 SHARING_BYTES_ON_CPU = 2 * GIB
 """Rows with a common beginning are faster together, because it is computed once."""
+
+LEAST_CACHE_BYTES = GIB
+"""The keys and values of a batch that is sampled may take this much on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,12 @@ def release(device: torch.device) -> None:
     if device.type == "cpu":
         with suppress(AttributeError, OSError):  # a C library other than glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def most_cache_bytes(device: torch.device) -> float:
+    """Return the limit for the keys and values of a batch that is sampled: a tenth of the memory that is free now, or
+    half of that of a GPU."""
+    return max(LEAST_CACHE_BYTES, _free(device) / (2 if device.type == "cuda" else 10))
 
 
 def peak_gib(device: torch.device) -> float:

@@ -27,7 +27,7 @@ from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
 from palaestra_tokens.engines.torch_decoder import TorchDecoder, load_model, quiet_loading
 from palaestra_tokens.tokenizers import model_source
-from palaestra_train.pass_memory import PassMemory, peak_gib, release
+from palaestra_train.pass_memory import PassMemory, most_cache_bytes, peak_gib, release
 from palaestra_train.tinker.forward_pass import OutputLayer, Targets, clusters
 from palaestra_train.tinker.losses import has_gradient, total
 
@@ -387,7 +387,7 @@ class SamplingDecoder(TorchDecoder):
     """A decoder that takes turns with the trainer and with other samplers."""
 
     def __init__(self, module: PreTrainedModel, base: BaseModel) -> None:
-        super().__init__(module)
+        super().__init__(module, most_cache_bytes(module.device))
         self._module, self._base = module, base
 
     def admit(self, *arguments: Any) -> None:

@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from palaestra_slots.core.clock import Clock, SystemClock
 from palaestra_slots.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
-from palaestra_slots.core.free_memory import available_memory
 from palaestra_slots.core.io import plugins
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox import admission
@@ -459,7 +458,7 @@ class SlotPool:
         config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """The maximum number of slots and the reason for it; known once the pool has started."""
-        self._memory = memory = memory or admission.MemoryGauge(available_memory)
+        self._memory = memory = memory or admission.MemoryGauge(admission.available_memory)
         self._clock = clock or SystemClock()
         self._queue = SlotQueue(self.limit.slots, memory)
         self.leases = SlotLeases(self.backend, self._queue, self._clock)

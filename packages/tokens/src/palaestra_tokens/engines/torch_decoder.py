@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable
 from palaestra_slots.core.extras import install_command
-from palaestra_slots.core.free_memory import available_memory
 from palaestra_tokens.engines.sampling import Sampling
 from palaestra_tokens.tokenizers import model_source
 
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-
-LEAST_CACHE_BYTES = 1 << 30
-"""A batch may hold keys and values of this size on every machine."""
 
 LEAST_SHARED = 16
 """The fewest tokens of a common beginning for which one more pass of the model pays."""
@@ -70,9 +66,10 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
 
 
 class TorchDecoder:
-    """One model and its rows: the sequences that it continues, in the order of their arrival."""
+    """One model and its rows: the sequences that it continues, in the order of their arrival. `most_cache_bytes` limits
+    the keys and values of the batch, which joining rows exceed for a moment."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, most_cache_bytes: float = math.inf) -> None:
         self.model = model
         self._cache_argument = cache_argument(model)  # once, because a signature takes long to read
         # A sliding window counts places in the cache, so a row must have no gap there.
@@ -86,7 +83,7 @@ class TorchDecoder:
         self._logits: torch.Tensor | None = None
         self._unread: torch.Tensor | None = None
         self._token_bytes = cache_token_bytes(model)
-        self._most_bytes = most_cache_bytes(model.device)
+        self._most_bytes = most_cache_bytes
 
     def room(self, prompts: Sequence[Sequence[int]]) -> int:
         """Return how many of these prompts, from the first on, can join the batch by the memory for their keys and
@@ -237,19 +234,6 @@ def cache_token_bytes(model: PreTrainedModel) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head * model.dtype.itemsize)
-
-
-def most_cache_bytes(device: torch.device) -> float:
-    """Return the limit for the keys and values of a batch, which joining rows exceed for a moment: a tenth of the
-    memory that is free now, or half of that of a GPU; none on systems that do not say what is free."""
-    if device.type == "cuda":
-        import torch
-
-        return max(LEAST_CACHE_BYTES, float(torch.cuda.mem_get_info(device)[0]) / 2)
-    try:
-        return max(LEAST_CACHE_BYTES, available_memory() / 10)
-    except OSError:  # not Linux
-        return math.inf
 
 
 def cache_argument(model: torch.nn.Module) -> str:
