@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -511,6 +512,31 @@ def test_limits_of_models_and_samplers(tiny: Path, tmp_path: Path) -> None:
             assert kept.sample(text(PROMPT), 1, params()).result().sequences
         with server.client() as service:  # the first one's session has ended
             lora(service, server)
+    finally:
+        server.close()
+
+
+def test_weights_that_are_kept_while_others_close_are_not_swept_away(
+    tiny: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from palaestra_train.tinker import sampler
+    from palaestra_train.tinker import server as module
+
+    close = sampler.Sampler.aclose
+
+    async def slowly(self: Any) -> None:
+        await asyncio.sleep(0.3)  # as on a busy machine
+        await close(self)
+
+    monkeypatch.setattr(sampler.Sampler, "aclose", slowly)
+    monkeypatch.setattr(module, "SWEEP_S", 0.02)
+    server = Server(tiny, tmp_path / "ck", most_samplers=1)
+    try:
+        with server.client() as service:
+            training = lora(service, server)
+            for _ in range(3):
+                client = training.save_weights_and_get_sampling_client().result()
+                assert client.sample(text(PROMPT), 1, params()).result().sequences
     finally:
         server.close()
 

@@ -95,8 +95,10 @@ class SamplerWeights:
                 await self._drop_sampler(key)
 
     async def _drop_sampler(self, key: str) -> None:
-        if not self._samplers[key].in_use:
-            await self._samplers.pop(key).aclose()
+        sampler = self._samplers.get(key)  # None if another call has dropped it in the meantime
+        if sampler is not None and not sampler.in_use:
+            del self._samplers[key]
+            await sampler.aclose()
 
 
 class RecordedSequences:

@@ -412,9 +412,10 @@ class TinkerService:
     ) -> None:
         if training.session_id not in self.sessions.open:
             return
-        await self.sampling.weights.keep(sampler_id, Sampler(self.base, module))
         shared = training.inflight if inflight else None
+        # Before the weights are kept: while older ones are closed, a sweep would drop weights that no session names.
         self.sampling.add(SamplingSession(sampler_id, training.session_id, sampler_id, inflight=shared))
+        await self.sampling.weights.keep(sampler_id, Sampler(self.base, module))
         if inflight:
             training.inflight.key = sampler_id
 
