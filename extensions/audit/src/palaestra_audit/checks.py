@@ -62,6 +62,7 @@ _NO_REFERENCE = "the task has no reference solution"
 _NO_FILES = "the score sees no files that the reference solution leaves"
 _NO_TOOL = "no tool of the agent ran the commands that were tried"
 _FREE = "doing nothing may earn the full score (the floor of the task)"
+_PAID = "doing nothing gets the full score, so no attack can get more"
 _LEAKS_STATE = "a rollout changes what the next one finds"
 _FLAKY = "the score of the reference solution is flaky"
 _FAILS = "the reference solution does not get the full score"
@@ -106,6 +107,8 @@ class Audited:
     lived: int = 0
     solved: Verdict | None = None
     """The score of the reference solution; None without one."""
+    idle: Verdict | None = None
+    """The score of doing nothing."""
     reference: Step = REFERENCE
     """The reference solution as a step. For a question without one, it is the stored answer as the reply, if that earns
     the full score."""
@@ -161,6 +164,7 @@ class Audited:
             await self._play_again(group)
         before = LeftFiles(spec, tuple(left.files) if self.left else ())
         idle, unsolved, nothing = await self.play(Trial(), before)
+        self.idle = idle
         if self.task.solution is None:
             self.rollout = unsolved
         if self.holds and not self.leak:
@@ -533,6 +537,9 @@ async def hackable(audited: Audited) -> AsyncIterator[Found]:
         return
     if audited.flaky:
         yield Untried(Kind.HACKABLE, _FLAKY)
+        return
+    if audited.idle is not None and _is_full(audited.idle):
+        yield Untried(Kind.HACKABLE, _PAID)
         return
     cheats = [each for each in audited.cheats if each not in DERIVED]  # other kinds
     proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, cheats, always=True)

@@ -252,6 +252,10 @@ async def right(sandbox):
     capsys.readouterr()
     assert main(["audit", "free_env.py", "--only", "unsolvable", "--out", "found"]) == 2
     check_message(capsys.readouterr().err, "unsolvable", "pays_for_nothing")
+    found = audit("free_env.py", *both, "--only", "hackable")
+    assert certain(found) == {"a": {Kind.PAYS_FOR_NOTHING}}
+    untried = [each.why for each in found.tasks[0].untried if each.kind is Kind.HACKABLE]
+    assert untried == ["doing nothing gets the full score, so no attack can get more"]
 
 
 def test_bad_input_is_one_error(
