@@ -178,7 +178,8 @@ class Batcher:
         self._remove_ended_rows(decoder)
         room = self._most_rows - len(self._rows)
         waiting = [request for request in self._waiting if not request.answer.cancelled()]
-        room = min(room, decoder.room([request.prompt for request in waiting[:room]]))
+        if waiting:  # most steps have none
+            room = min(room, decoder.room([request.prompt for request in waiting[:room]]))
         coming, self._waiting = waiting[:room], waiting[room:]
         if coming:
             self._rows += coming
