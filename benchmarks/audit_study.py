@@ -11,7 +11,6 @@ the files of those repositories; no set is stored here. Each audit continues if 
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
 import subprocess
 import sys
@@ -27,37 +26,37 @@ import _measure as measure
 from palaestra import __version__
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit, read_audit
 from palaestra_audit.trials import step_text
+from palaestra_slots.core.printable import without_middle
 
 _KINDS = [kind for kind in Kind if kind is not Kind.COSTLY]
 _WITNESSES = 5
 _MOST_REASONS = 3
-_MOST_LINES = 40
+_MOST_LINES, _FIRST_LINES = 40, 10
+_LONGEST_LINE = 160
 _PAGE = """# What audits of public sets found
 
 <!-- written by benchmarks/audit_study.py --page -->
 
 `palaestra audit` {version} played {tasks} tasks of {sets} public sets on {day}, on one machine with {cpus} cores and
-without a container tool: where a task has an image of its own, the programs of the machine stood in for it. This page
-is no ranking. A finding has a witness that anybody can play again, and its author knows best whether it is a fault; a
-note is what an honest reader could dispute. What was not tried is listed below, and an audit never shows the absence of
-faults. The sets are not stored here: `benchmarks/audit_study.toml` names where they come from.
+without a container tool: where a task has an image of its own, the programs of the machine stood in for it. Of each
+set, as many tasks were played with all checks as a limit of time allowed ("whole"), and the others only with the
+reference solution and with doing nothing.
+
+This page is no ranking. A finding has a witness that anybody can play again, and its author knows best whether it is a
+fault; a note is what an honest reader could dispute. What was not tried is listed with each set, and an audit never
+shows the absence of faults. The sets are not stored here: `benchmarks/audit_study.toml` names where they come from.
 
 {table}
 
 The numbers are those of tasks with findings, and in brackets of tasks with notes only.
 
-## Five findings in full
-
-{witnesses}
-## What was not tried
-
-{untried}
-"""
+{sets_text}"""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicSet:
-    """A set of tasks: where it comes from, and what follows `palaestra audit`. `only` is a pattern of its folders."""
+    """A set of tasks: where it comes from, and what follows `palaestra audit`. `only` is a pattern of the folders of
+    its tasks, such as `*/*`."""
 
     name: str
     source: str
@@ -99,9 +98,10 @@ def _audit(each: PublicSet, options: argparse.Namespace) -> None:
     if each.only != "*":  # a folder that has only the tasks with these names
         target = options.out / "sets" / each.folder
         target.mkdir(parents=True, exist_ok=True)
-        for task in sorted(source.iterdir()):
-            if fnmatch.fnmatch(task.name, each.only) and not (target / task.name).exists():
-                (target / task.name).symlink_to(task.resolve())
+        for task in sorted(source.glob(each.only)):
+            link = target / "-".join(task.relative_to(source).parts)
+            if not link.exists():
+                link.symlink_to(task.resolve())
     count = str(2 if options.quick else each.tasks)
     words = [str(target), "--tasks", count, "--seed", "1", "--budget", options.budget, *each.words]
     program = Path(sys.executable).with_name("palaestra")
@@ -111,28 +111,31 @@ def _audit(each: PublicSet, options: argparse.Namespace) -> None:
 
 def page(audits: Sequence[tuple[PublicSet, Audit]]) -> str:
     """Return the page about these audits."""
-    tried = sum(len([task for task in audit.tasks if task.trials]) for _, audit in audits)
     return _PAGE.format(
         version=__version__,
-        tasks=tried,
+        tasks=sum(len(_played(audit)) for _, audit in audits),
         sets=len(audits),
         day=datetime.now(UTC).date(),
         cpus=os.cpu_count(),
         table="\n".join(_table(audits)),
-        witnesses="\n".join(_witnesses(audits)),
-        untried="\n".join(_untried(audits)),
+        sets_text="\n".join(_about(each, audit) for each, audit in audits),
     )
+
+
+def _played(audit: Audit) -> list[TaskAudit]:
+    return [task for task in audit.tasks if task.trials]
 
 
 def _table(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
     heads = [kind.replace("_", " ") for kind in _KINDS]
-    yield f"| set | source | tasks tried | without findings or notes | {' | '.join(heads)} |"
-    yield "|---|---|---:|---:|" + "---:|" * len(heads)
+    yield f"| set | tasks | whole | without findings or notes | {' | '.join(heads)} |"
+    yield "|---|---:|---:|---:|" + "---:|" * len(heads)
     for each, audit in audits:
-        tasks = [task for task in audit.tasks if task.trials]
-        clean = sum(not task.findings for task in tasks)
+        tasks = _played(audit)
+        whole = sum(task.complete for task in tasks)
+        clean = sum(task.complete and not task.findings for task in tasks)
         cells = [_cell(tasks, kind) for kind in _KINDS]
-        yield f"| {each.name} | {each.source} | {len(tasks)} | {clean} | {' | '.join(cells)} |"
+        yield f"| {each.name} | {len(tasks)} | {whole} | {clean} | {' | '.join(cells)} |"
 
 
 def _cell(tasks: Sequence[TaskAudit], kind: Kind) -> str:
@@ -141,34 +144,48 @@ def _cell(tasks: Sequence[TaskAudit], kind: Kind) -> str:
     return (str(findings) if findings else "") + (f" ({notes})" if notes else "")
 
 
-def _witnesses(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
-    """Yield a finding of each of some kinds, from different sets where possible."""
-    chosen: list[tuple[PublicSet, Finding]] = []
-    for kind in _KINDS:
-        pairs = [(each, finding) for each, audit in audits for _, finding in audit.findings()
-                 if finding.kind is kind and finding.trial is not None and not finding.note]  # fmt: skip
-        used = {each.name for each, _ in chosen}
-        chosen += sorted(pairs, key=lambda pair: pair[0].name in used)[:1]
-    for each, finding in chosen[:_WITNESSES]:
-        assert finding.trial is not None
-        steps = "\n".join(map(step_text, finding.trial.steps)) or "nothing"
-        shown = "\n".join(steps.splitlines()[:_MOST_LINES])
-        verdict = finding.verdict
-        scored = "no score" if verdict is None or verdict.reward is None else f"score {verdict.reward:g}"
-        yield f"### {each.name}: `{finding.id}`\n\n{finding.what[:1].upper()}{finding.what[1:]}. What the agent does:\n"
-        yield f"```text\n{shown}\n```\n\nResult: {scored}; wanted: {finding.wanted or '-'}.\n"
+def _about(each: PublicSet, audit: Audit) -> str:
+    """Return the section about one set: its source, up to five witnesses, and what was not tried."""
+    return f"## {each.name}\n\n{each.source}. {_untried(audit)}\n\n" + "".join(map(_witness, _chosen(audit)))
 
 
-def _untried(audits: Sequence[tuple[PublicSet, Audit]]) -> Iterator[str]:
-    for each, audit in audits:
-        reasons = Counter(
-            f"{untried.kind.replace('_', ' ')}: {untried.why.splitlines()[0]}"
-            for task in audit.tasks
-            for untried in task.untried
-        )
-        named = "; ".join(f"{reason} ({count} tasks)" for reason, count in reasons.most_common(_MOST_REASONS))
-        left = f"; {audit.left} tasks were not reached" if audit.left else ""
-        yield f"- **{each.name}**: {named or 'nothing'}{left}."
+def _chosen(audit: Audit) -> list[Finding]:
+    """Return some findings that can be played again, of as many kinds and tasks as possible."""
+    left = [(task.id, each) for task, each in audit.findings() if each.trial is not None and not each.note]
+    chosen: list[tuple[str, Finding]] = []
+    while left and len(chosen) < _WITNESSES:
+        kinds, tasks = [each.kind for _, each in chosen], [name for name, _ in chosen]
+        best = min(left, key=lambda pair: (kinds.count(pair[1].kind), tasks.count(pair[0])))
+        chosen.append(best)
+        left.remove(best)
+    return [each for _, each in chosen]
+
+
+def _witness(finding: Finding) -> str:
+    assert finding.trial is not None
+    lines = ("\n".join(map(step_text, finding.trial.steps)) or "nothing").splitlines()
+    if len(lines) > _MOST_LINES:  # the fault is mostly at the end, after the reference solution
+        left_out = len(lines) - _MOST_LINES
+        lines = [*lines[:_FIRST_LINES], f"... ({left_out} lines)", *lines[_FIRST_LINES + left_out :]]
+    steps = "\n".join(without_middle(line, _LONGEST_LINE) for line in lines)
+    world = f" on a machine with {finding.trial.world.name}" if finding.trial.world.name else ""
+    verdict = finding.verdict
+    scored = "no score" if verdict is None or verdict.reward is None else f"score {verdict.reward:g}"
+    return (
+        f"**`{finding.id}`**: {finding.what}. What the agent does{world}:\n\n````text\n{steps}\n````\n\n"
+        f"Result: {scored}; wanted: {finding.wanted or '-'}.\n\n"
+    )
+
+
+def _untried(audit: Audit) -> str:
+    reasons = Counter(
+        f"{untried.kind.replace('_', ' ')}, as {without_middle(untried.why.splitlines()[0], _LONGEST_LINE)}"
+        for task in audit.tasks
+        for untried in task.untried
+    )
+    named = "; ".join(f"{reason} ({count} tasks)" for reason, count in reasons.most_common(_MOST_REASONS))
+    left = f"; {audit.left} tasks were not reached" if audit.left else ""
+    return f"Not tried, most often: {named or 'nothing'}{left}."
 
 
 if __name__ == "__main__":

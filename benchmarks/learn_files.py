@@ -46,7 +46,7 @@ from palaestra_train import TrainingConfig
 from palaestra_train.tinker_client import TinkerTrainer
 from palaestra_train.trainer import TrainedRow, Weigh
 
-WARM, STEPS, GROUPS, GROUP_SIZE, RATE = 11, 18, 4, 8, 5e-4
+WARM, STEPS, GROUPS, GROUP_SIZE, RATE = 12, 18, 4, 8, 5e-4
 HELD_OUT, SAMPLES = 40, 4
 LEAST_RISE, MOST_PLAIN, WARM_RANGE, MOST_CONTROL, MOST_GIB = 0.3, 0.05, (0.2, 0.6), 0.05, 6
 

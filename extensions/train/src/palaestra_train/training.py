@@ -57,6 +57,10 @@ _NEVER = (
 _TOO_FEW = 0.1
 """The mean reward after a warm start below which more supervised steps are suggested."""
 
+_LAST_DRAWS = 3
+"""While no group of a step can be trained on, so many times as many groups are drawn: chance alone can make all of them
+equal."""
+
 _RECENT = 4
 """The number of steps that tell how many groups must be drawn for one that teaches something."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -232,6 +236,10 @@ class Training:
         began, busy = time.monotonic(), self.busy.seconds
         state, config = self._state, self.config
         batch, groups = await self._collect()
+        if not batch.rows:
+            if config.eval_every and (state.step - config.warm) % config.eval_every:
+                await self._evaluate(state.step)
+            raise _Done(f"nothing is left to learn: each of {len(groups.taken)} groups has equal rewards")
         self._files.log_groups(groups)
         rolled_out = time.monotonic()
         with self.busy.working():
@@ -269,20 +277,24 @@ class Training:
         )
 
     async def _collect(self) -> tuple[Batch, StepGroups]:
-        """Take groups until there are enough to learn from, or `most_draws` is reached. Raises `TrainerError` if there
-        is nothing to learn from."""
+        """Take groups until there are enough to learn from, or `most_draws` is reached. The batch has no rows if all
+        rewards of each group are equal, after steps that taught something. Raises `TrainerError` if there is nothing to
+        learn from for another reason."""
         batch, config, state = Batch(), self.config, self._state
         found = StepGroups(
             step=state.step + 1, version=state.step, most_behind=config.most_behind, taken=[], trained=[]
         )
         most, recorded = math.ceil(config.groups * config.most_draws), self._files.step_groups.get(found.step)
         again = deque(recorded.taken if recorded else ())
-        while batch.groups < config.groups and len(found.taken) < most:
+        taught = any(each.trained for each in self._files.step_groups.values())
+        longest = most * (_LAST_DRAWS if taught else 1)
+        while batch.groups < config.groups and len(found.taken) < (most if batch.groups else longest):
             if self._ahead is not None:
                 groups = [await self._ahead.take(again.popleft() if again else None)]
             else:
                 wanted = self._draws_for(config.groups - batch.groups, found.step)
-                groups = await self._roll_out(self._next_tasks(min(wanted, most - len(found.taken))))
+                left = most - len(found.taken) % most
+                groups = await self._roll_out(self._next_tasks(min(wanted, left)))
             for group in groups:
                 rewards = [each.reward for each in group.scored if each.reward is not None]
                 remember(state.rates, group.task_id, rewards, state.drawn)
@@ -303,7 +315,8 @@ class Training:
                 f"step {found.step}: group {name} is dropped, because weights more than {config.most_behind} versions "
                 "old sampled it"
             )
-        if not batch.rows:
+        learned = taught and any(reward > 0 for reward in batch.rewards) and batch.refused[EQUAL] == len(found.taken)
+        if not batch.rows and not learned:
             if not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
                 self._warn(_NEVER)
             reasons = ", ".join(f"{count} {name}" for name, count in batch.refused.items() if count)

@@ -12,14 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tabular
 from recorded import embedded
-from tabular import TabularTrainer, words
+from tabular import REPLIES, REWARDS, TabularTrainer, words
 
 import palaestra
 from golden_messages import check_message, raises
@@ -31,6 +31,7 @@ from palaestra_slots import DiskError, TrainerError
 from palaestra_train import TrainingReport
 from palaestra_train.checkpoints import StepGroups, read_step_groups
 from palaestra_train.step_groups import verify_steps
+from palaestra_train.trainer import TrainedRow, Weigh
 
 pytestmark = pytest.mark.slots
 
@@ -125,6 +126,55 @@ def test_tasks_that_all_teach_nothing_end_the_training() -> None:
     trainer.weights = [0.0, 0.0, 50.0]
     with pytest.raises(TrainerError, match="equal_groups"):
         train(trainer, eval_every=0)
+
+
+class SettledTrainer(TabularTrainer):
+    """A trainer that always gives the same reply after its third step."""
+
+    def __init__(self, reply: str) -> None:
+        super().__init__()
+        self._reply = REPLIES.index(reply)
+
+    async def step(self, rows: Sequence[TrainedRow], version: str, weigh: Weigh) -> Mapping[str, float]:
+        numbers = await super().step(rows, version, weigh)
+        if version == "3":
+            self.weights = [50.0 * (place == self._reply) for place in range(len(REPLIES))]
+        return numbers
+
+
+@pytest.mark.parametrize(("async_steps", "last"), [(0, 3), (1, 4)])
+def test_a_training_that_has_learned_everything_ends_with_an_evaluation(async_steps: int, last: int) -> None:
+    trainer = SettledTrainer("good")
+    report = train(trainer, steps=9, eval_every=5, async_steps=async_steps, max_difference=100)
+    assert (report.result.steps, report.result.after) == (last, 1.0)
+    check_message([report.result.reason], "equal rewards")
+    assert [line["step"] for line in steps(report.run.folder, "evaluation")] == [0, last]
+    assert report.result.last.name.endswith(str(last))
+    assert verify_steps(report.run.folder).violation == ""
+
+
+def test_a_training_after_whose_steps_nothing_earns_any_more_has_failed() -> None:
+    with pytest.raises(TrainerError, match="18 equal_groups"):
+        train(SettledTrainer("bad"), steps=9, eval_every=0)
+
+
+@environment(toolsets=[])
+def half_decided(n: int = 4) -> Iterator[Task]:
+    for i in range(n):
+        yield Task(id=f"word-{i}", prompt=f"Say something, {i}", answer=i % 2)
+
+
+@half_decided.score
+async def said(rollout: Rollout, task: Task) -> float:
+    assert rollout.result is not None
+    return 1.0 if task.answer else REWARDS[str(rollout.result.messages[-1]["content"])]
+
+
+def test_a_step_in_which_all_groups_are_equal_by_chance_draws_more() -> None:
+    report = train(TabularTrainer(rate=0.0), half_decided(), steps=12, groups=1, most_draws=2, eval_every=0)
+    taken = [len(step.taken) for step in read_step_groups(report.run.folder).values()]
+    assert len(taken) == 12
+    assert 2 < max(taken) <= 6
 
 
 @environment(toolsets=[])
