@@ -286,7 +286,7 @@ class Training:
         )
         most, recorded = math.ceil(config.groups * config.most_draws), self._files.step_groups.get(found.step)
         again = deque(recorded.taken if recorded else ())
-        taught = any(each.trained for each in self._files.step_groups.values())
+        taught = any(each.trained for number, each in self._files.step_groups.items() if number < found.step)
         longest = most * (_LAST_DRAWS if taught else 1)
         while batch.groups < config.groups and len(found.taken) < (most if batch.groups else longest):
             if self._ahead is not None:
@@ -315,8 +315,8 @@ class Training:
                 f"step {found.step}: group {name} is dropped, because weights more than {config.most_behind} versions "
                 "old sampled it"
             )
-        learned = taught and any(reward > 0 for reward in batch.rewards) and batch.refused[EQUAL] == len(found.taken)
-        if not batch.rows and not learned:
+        over = taught and any(reward > 0 for reward in batch.rewards) and batch.refused[EQUAL] == len(found.taken)
+        if not batch.rows and not over:
             if not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
                 self._warn(_NEVER)
             reasons = ", ".join(f"{count} {name}" for name, count in batch.refused.items() if count)
