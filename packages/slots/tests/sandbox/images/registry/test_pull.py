@@ -127,10 +127,8 @@ async def test_a_cut_download_continues_where_it_was_cut(registry: Registry, tmp
         image = await pull.image(name, lambda done, total: shown.append((done, total)))
         resumed = sorted(int(each[6:-1]) for each in at.ranges if each)
         assert len(resumed) == 2
-        # A connection that is cut also loses what has arrived and was not read yet, which is much on a busy machine.
-        assert 0 < resumed[0] <= 2 * MIB
-        assert resumed[0] < resumed[1] <= resumed[0] + 2 * MIB
-        assert at.sent < image.bytes + 4 * MIB  # what three downloads from the beginning would send
+        assert 0 < resumed[0] <= 2 * MIB < resumed[1] <= 4 * MIB
+        assert at.sent < image.bytes + 2 * MIB
         assert shown[-1] == (image.bytes, image.bytes)
         assert [done for done, _ in shown] == sorted(done for done, _ in shown)
 
