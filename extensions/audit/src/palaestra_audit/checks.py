@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from palaestra_audit.cheats.derived_plays import (
     steps_of,
 )
 from palaestra_audit.cheats.left_files import LeftFiles
-from palaestra_audit.cheats.proof import EnvironmentProof, State
+from palaestra_audit.cheats.proof import EnvironmentProof, State, longest_s
 from palaestra_audit.cheats.state_changes import Play, named_files
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, reply_variants, variants, wrong_replies
@@ -139,11 +140,16 @@ class Audited:
     flaky: bool = False
     """Whether chance decides the score of the reference solution, so that other causes cannot be told."""
 
-    async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
+    async def play(
+        self, trial: Trial, reads: LeftFiles | None = None, limit_s: float | None = None
+    ) -> tuple[Verdict, Trajectory | None, Group]:
+        """Play a trial. Raises `TimeoutError` after `limit_s` seconds, and `SandboxError` if this machine is to blame
+        for the lack of a score."""
         self.played += 1
         began = time.monotonic()
         try:
-            return await self.trials.play(self.given, trial, self.number, reads)
+            async with asyncio.timeout(limit_s):
+                return await self.trials.play(self.given, trial, self.number, reads)
         finally:
             self.trial_s += time.monotonic() - began
 
@@ -453,8 +459,11 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         if why := audited.trials.has_turns(audited.task, trial):
             yield Untried(Kind.WEAK, why)
             return
-        verdict, _, _ = await audited.play(trial)
         audited.mutants += 1
+        try:
+            verdict, _, _ = await audited.play(trial, limit_s=longest_s(audited.rollout))
+        except TimeoutError:
+            continue  # a change may let code run for ever
         if _is_full(verdict):
             lived.append((mutant, trial, verdict))
     unsure = [mutant for mutant, _, _ in lived if not mutant.certain]

@@ -11,6 +11,7 @@ import pytest
 from auditing.played_audit import audit
 from golden_messages import check_message
 from palaestra.cli.main import main
+from palaestra_audit.cheats.proof import check_environment
 from palaestra_audit.checks import CHECKS
 from palaestra_audit.records import Audit, Kind, read_audit
 from palaestra_audit.report import ABOUT
@@ -182,6 +183,34 @@ async def right(sandbox):
     assert certain(found) == {"a": {Kind.HACKABLE}}
     finding = next(each for _, each in found.findings() if each.trial is not None)
     assert main(["audit", "replay", "found/audit.json", finding.id]) == 0
+
+
+@pytest.mark.slow
+def test_wrong_work_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("endless_env.py").write_text("""
+from palaestra import Task, environment
+
+
+@environment(toolsets=["terminal"])
+def endless():
+    code = "def count(n):\\n    steps = 0\\n    while n != 0:\\n        n -= 1\\n        steps += 1\\n    return steps"
+    solution = f"cat > work.py <<'END'\\n{code}\\nEND"
+    yield Task(id="a", prompt="Write work.py with count(n): count(3) is 3.", solution=solution)
+
+
+@endless.score
+async def right(sandbox):
+    command = "test ! -e conftest.py || sleep 300; python3 -c 'from work import count; assert count(3) == 3'"
+    return (await sandbox.execute(command, timeout_s=300)).exit_code == 0
+""")
+    (task,) = audit("endless_env.py", "--only", "weak").tasks
+    assert (task.complete, task.findings) == (True, [])
+    assert task.seconds < 150
+    proof = check_environment("endless_env.py", [], tasks=1, only=["conftest-skip", "always-equal"], quiet=True)
+    (reason,) = proof.not_tested
+    assert proof.not_tested[reason] == ("conftest-skip",)
+    assert "several times as long as the solution's" in reason
 
 
 def test_a_changed_score_is_audited_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

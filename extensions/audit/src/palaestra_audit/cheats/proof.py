@@ -30,7 +30,7 @@ from palaestra.envs.form import Form
 from palaestra.envs.policy_runs import FULL, PolicyRuns, first_tasks, policy_runs
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.grading.grader import LIVE, WAYS, Way
+from palaestra.rollouts.grading.grader import LIVE, WAYS, Way, enough_time
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
@@ -118,6 +118,8 @@ _EVERY = 20
 _TOLERANCE = 1e-9
 _SLOWER, _SLOWER_S = 3.0, 30.0
 """Hollow work whose play takes longer than the solution's, by this factor and these seconds, is not used."""
+_LEAST_S = 15.0
+"""The time limit of work that nobody expects to be right, if the reference solution takes no time."""
 _PIECE = 90_000
 """The length of the pieces of base64 in which files are written; less than a command may have."""
 
@@ -545,7 +547,11 @@ class EnvironmentProof:
             if self._can_act(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
-                        played.append((task, await self._attack(cheat, task, n, runs)))
+                        try:
+                            async with asyncio.timeout(longest_s(self._trajectory("oracle", task))):
+                                played.append((task, await self._attack(cheat, task, n, runs)))
+                        except TimeoutError:
+                            reason = _TOO_LONG
             judged = self._judge_derived(cheat) if cheat in DERIVED else self._judge_cheat(cheat, played, reason)
             results[cheat.name] = judged
             self.attacks[cheat.name] = [group for _, group in played]
@@ -900,6 +906,7 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
+_TOO_LONG = "its play was stopped, because it took several times as long as the solution's"
 _DOES_WORK = "the attack also does what the reference solution does"
 _TOO_MUCH = "attacks that also do what the reference solution does get the full score; let it ask for what must stay"
 _NO_COMMANDS = "no tool of the agent ran the commands that were tried"
@@ -941,6 +948,12 @@ def _first_copy(groups: Sequence[tuple[Task, Group]]) -> str:
 
 def _at_most(groups: Sequence[tuple[Task, Group]], *further: float) -> str:
     return f"<= {max([*further, *(task.floor for task, _ in groups)]):g}"
+
+
+def longest_s(solved: Trajectory | None) -> float | None:
+    """Return the time limit of work that nobody expects to be right: several times what the reference solution took,
+    because work that stops the tests would otherwise take all their time. None if nothing is known."""
+    return None if solved is None else enough_time(solved.beside.duration_s, _LEAST_S)
 
 
 def check_environment(
