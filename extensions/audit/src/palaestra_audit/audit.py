@@ -110,7 +110,7 @@ class Progress:
 
 _FIRST = (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)
 """The kinds that the first pass looks for, with a few trials per task."""
-_AHEAD = 16
+_AHEAD = 64
 """The number of tasks by which the first pass is ahead of the second. Each keeps a prepared workspace."""
 _TOLD_S = 20
 """After this many seconds, the tasks that are audited are named again."""
