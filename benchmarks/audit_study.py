@@ -146,35 +146,48 @@ def _cell(tasks: Sequence[TaskAudit], kind: Kind) -> str:
 
 def _about(each: PublicSet, audit: Audit) -> str:
     """Return the section about one set: its source, up to five witnesses, and what was not tried."""
-    return f"## {each.name}\n\n{each.source}. {_untried(audit)}\n\n" + "".join(map(_witness, _chosen(audit)))
+    certain = [(task.id, found) for task, found in audit.findings() if not found.note]
+    same = Counter((found.kind, found.what) for _, found in certain)
+    witnesses = "".join(_witness(found, same[found.kind, found.what]) for found in _chosen(certain))
+    return f"## {each.name}\n\n{each.source}. {_untried(audit)}\n\n{witnesses}"
 
 
-def _chosen(audit: Audit) -> list[Finding]:
-    """Return some findings that can be played again, of as many kinds and tasks as possible."""
-    left = [(task.id, each) for task, each in audit.findings() if each.trial is not None and not each.note]
-    chosen: list[tuple[str, Finding]] = []
-    while left and len(chosen) < _WITNESSES:
-        kinds, tasks = [each.kind for _, each in chosen], [name for name, _ in chosen]
-        best = min(left, key=lambda pair: (kinds.count(pair[1].kind), tasks.count(pair[0])))
-        chosen.append(best)
-        left.remove(best)
-    return [each for _, each in chosen]
+def _chosen(certain: Sequence[tuple[str, Finding]]) -> list[Finding]:
+    """Return some of these findings, each with its task, that say different things, of as many kinds and tasks as
+    possible."""
+    chosen: dict[tuple[str, str], tuple[str, Finding]] = {}
+    while len(chosen) < _WITNESSES:
+        left = [(task, each) for task, each in certain if (each.kind, each.what) not in chosen]
+        kinds, tasks = [kind for kind, _ in chosen], [task for task, _ in chosen.values()]
+        best = min(left, key=lambda pair: (kinds.count(pair[1].kind), tasks.count(pair[0])), default=None)
+        if best is None:
+            break
+        chosen[best[1].kind, best[1].what] = best
+    return [each for _, each in chosen.values()]
 
 
-def _witness(finding: Finding) -> str:
-    assert finding.trial is not None
-    lines = ("\n".join(map(step_text, finding.trial.steps)) or "nothing").splitlines()
-    if len(lines) > _MOST_LINES:  # the fault is mostly at the end, after the reference solution
-        left_out = len(lines) - _MOST_LINES
-        lines = [*lines[:_FIRST_LINES], f"... ({left_out} lines)", *lines[_FIRST_LINES + left_out :]]
-    steps = "\n".join(without_middle(line, _LONGEST_LINE) for line in lines)
+def _witness(finding: Finding, tasks: int) -> str:
+    also = f" (so in {tasks} tasks)" if tasks > 1 else ""
+    said = f"**`{finding.id}`**: {finding.what}{also}."
+    if finding.trial is None:
+        shown = _in_short([*finding.places, *finding.detail.splitlines()])
+        return f"{said}\n\n" + (f"````text\n{shown}\n````\n\n" if shown else "")
+    steps = _in_short(("\n".join(map(step_text, finding.trial.steps)) or "nothing").splitlines())
     world = f" on a machine with {finding.trial.world.name}" if finding.trial.world.name else ""
     verdict = finding.verdict
     scored = "no score" if verdict is None or verdict.reward is None else f"score {verdict.reward:g}"
     return (
-        f"**`{finding.id}`**: {finding.what}. What the agent does{world}:\n\n````text\n{steps}\n````\n\n"
+        f"{said} What the agent does{world}:\n\n````text\n{steps}\n````\n\n"
         f"Result: {scored}; wanted: {finding.wanted or '-'}.\n\n"
     )
+
+
+def _in_short(lines: Sequence[str]) -> str:
+    """Return these lines without the middle of long ones, and without the middle of them all if there are many."""
+    if len(lines) > _MOST_LINES:  # the fault is mostly at the end, after the reference solution
+        left_out = len(lines) - _MOST_LINES
+        lines = [*lines[:_FIRST_LINES], f"... ({left_out} lines)", *lines[_FIRST_LINES + left_out :]]
+    return "\n".join(without_middle(line, _LONGEST_LINE) for line in lines)
 
 
 def _untried(audit: Audit) -> str:

@@ -281,6 +281,19 @@ def test_what_a_lookup_keeps_of_its_reply_may_be_a_record(tool: str, replies: st
     assert Changes(solved, solved).lacking(play(start, (["pay"], changed))) == (["bookings.B1.guest"], True)
 
 
+def test_what_another_solution_changes_may_still_be_kept_by_a_lookup() -> None:
+    start, kept, paid = {"paid": 0}, {"paid": 0, "bookings": {"B1": BOOKING}}, {"paid": 9, "bookings": {"B1": BOOKING}}
+    solved = play(start, (["get_booking"], kept), (["pay"], paid), replies=json.dumps(BOOKING))
+    renamed = {"paid": 0, "bookings": {"B1": {**BOOKING, "guest": "Cy"}}}
+    sister = play(start, (["get_booking"], kept), (["rename"], renamed))
+    only_paid = play(start, (["pay"], {"paid": 9}))
+    assert not Changes(solved, solved, [sister]).lacking(only_paid)[1]
+    assert Changes(sister, sister, [solved]).lacking(play(start, (["get_booking"], kept))) == (
+        ["bookings.B1.guest"],
+        True,
+    )
+
+
 def test_values_of_chance_are_no_evidence() -> None:
     first, second = (play({"id": 0}, (["book"], {"id": 0, "code": code})) for code in ("x7", "q2"))
     assert Changes(first, second).lacking(play({"id": 0})) == ([], False)

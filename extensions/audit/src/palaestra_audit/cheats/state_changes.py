@@ -153,10 +153,11 @@ class Changes:
         return not path.startswith("file ") and len({name for turn in self._turns for name in turn.tools}) > 1
 
     def _is_kept_reply(self, path: str, play: Play) -> bool:
-        """Return whether only lookups added this value, or the tool that added it also replied with it."""
+        """Return whether only lookups of the solution added this value, or the tool that added it also replied with
+        it."""
         if not self._knows_tools(path) or not self._grows(path, play):
             return False
-        makers = [turn for turn in self._turns if path in turn.changed]
+        makers = [turn for turn in self._solved.turns if turn.tools and path in turn.changed]
         if all(_LOOKUP.match(name) for turn in makers for name in turn.tools):
             return True
         values = [*_scalars(self._solved.after.get(path))]
