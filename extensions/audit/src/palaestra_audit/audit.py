@@ -74,7 +74,7 @@ _LEAST_FORM = 10
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to audit. `tasks` is the maximum number of tasks (None: all), chosen at random with `seed` if it is not
-    None; `budget_s` limits the time in which tasks are begun. `ids` are the only tasks that are audited, if there are
+    None; `budget_s` ends the audit, with what has been found. `ids` are the only tasks that are audited, if there are
     any."""
 
     reference: str
@@ -224,8 +224,9 @@ class _Passes:
         every = {**self.known, **self._found}
         self.audit.tasks = [*(every[each.id] for each in self.tasks if each.id in every), *self.beyond]
 
-    def _keep(self, result: TaskAudit) -> None:
-        self._found[result.id] = result
+    def _keep(self, name: str, result: TaskAudit) -> None:
+        """Keep the result for a task, whose `name` may have characters that no file of results can hold."""
+        self._found[name] = result
         self.list_tasks()
         write_audit(self.audit, self.plan.out)
 
@@ -239,23 +240,23 @@ class _Passes:
         if old is not None and old.digest == digest and old.complete:
             self._found[task.id] = old
             self.progress.ended(old, True)
-        elif self._is_over():
+        elif self._left_s == 0:
             self.audit.left += 1
         elif resolved is None:  # often because of what this machine lacks
             result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
             result.complete = False
-            self._keep(result)
-            self.progress.ended(result, False)
+            self._keep(task.id, plain(result))
+            self.progress.ended(self._found[task.id], False)
         else:
             sisters = _sisters(self.tasks, position)
             audited = Audited(task, resolved, position, self.trials, BANK, self.plan.repeats, sisters=sisters)
             case = _Case(audited, result, self.plan.kinds)
-            await self._look_for(case, _FIRST)
-            if case.result.complete and self._rest:
-                self._keep(case.recorded(whole=False))
+            whole = await self._look_for(case, _FIRST)
+            if whole and case.result.complete and self._rest:
+                self._keep(task.id, case.recorded(whole=False))
                 self.progress.begun(self._found[task.id])
             else:
-                await self._end(case, whole=True)
+                await self._end(case, whole=whole)
                 case = None
         self._cases[position].set_result(case)
 
@@ -264,11 +265,7 @@ class _Passes:
         case = await self._cases[position]
         if case is None:
             return
-        if over := self._is_over():
-            self.audit.left += 1
-        else:
-            await self._look_for(case, self._rest)
-        await self._end(case, whole=not over)
+        await self._end(case, whole=await self._look_for(case, self._rest))
 
     @property
     def _rest(self) -> set[Kind]:
@@ -278,17 +275,26 @@ class _Passes:
     async def _end(self, case: _Case, *, whole: bool) -> None:
         for name in {case.result.id, case.audited.task.id}:
             await self.trials.forget(name)
-        self._keep(case.recorded(whole=whole))
+        self._keep(case.result.id, case.recorded(whole=whole))
         self.progress.ended(self._found[case.result.id], False)
 
-    async def _look_for(self, case: _Case, kinds: Collection[Kind]) -> None:
+    async def _look_for(self, case: _Case, kinds: Collection[Kind]) -> bool:
+        """Make the checks for some kinds. Return False if the budget ended them."""
         self._running[case.result.id] = case.audited
-        await case.look_for(kinds)
-        del self._running[case.result.id]
+        try:
+            async with asyncio.timeout(self._left_s):
+                await case.look_for(kinds)
+        except TimeoutError:
+            self.audit.left += 1
+            return False
+        finally:
+            del self._running[case.result.id]
+        return True
 
-    def _is_over(self) -> bool:
-        """Whether the budget is used up."""
-        return self.plan.budget_s is not None and time.monotonic() - self.began > self.plan.budget_s
+    @property
+    def _left_s(self) -> float | None:
+        """The seconds that are left of the budget; None without one."""
+        return None if self.plan.budget_s is None else max(0.0, self.began + self.plan.budget_s - time.monotonic())
 
 
 async def _tasks_to_audit(environment: Environment, plan: Plan) -> list[Task]:
@@ -434,7 +440,8 @@ class _Case:
                         each.id = f"{result.id}/{each.kind}/{count}"
                         result.findings.append(each)
         if audited.unprepared:  # often because of what this machine lacks
-            why = f"the workspace could not be prepared: {audited.unprepared}"
+            first, *more = audited.unprepared.strip().splitlines()
+            why = f"the workspace could not be prepared: {first}{f' ({more[-1].strip()})' if more else ''}"
             result.untried.append(Untried(Kind.UNSOLVABLE, why))
             result.complete = False
 

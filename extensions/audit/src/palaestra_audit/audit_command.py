@@ -16,6 +16,7 @@ from palaestra.cli.completion import SettingsCommand, complete_environments, com
 from palaestra_audit.records import Audit, Kind, TaskAudit, read_audit
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io.durable_files import replaced, writing
 from palaestra_slots.core.printable import printable
 
 FOUND, INCOMPLETE = 1, 3
@@ -63,7 +64,7 @@ def command() -> None:
 @command.command("run", cls=SettingsCommand, context_settings={"ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), help="Audit at most this many tasks. Default: all.")
 @click.option("--seed", type=int, help="With --tasks, choose them at random with this seed instead of the first ones.")
-@click.option("--budget", callback=_seconds, metavar="TIME", help="Begin no task after this time: 90s, 30m, 2h.")
+@click.option("--budget", callback=_seconds, metavar="TIME", help="Stop after this time: 90s, 30m, 2h.")
 @click.option("--only", multiple=True, type=_KINDS, metavar="KIND", help="Look only for this kind. Repeatable.")
 @click.option("--skip", multiple=True, type=_KINDS, metavar="KIND", help="Do not look for this kind. Repeatable.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Tasks at a time. Default: one for each processor.")
@@ -121,13 +122,15 @@ def run(
     own = re.sub(r"[^\w.-]+", "-", name.removesuffix(".py")).strip("-")
     folder = out if out is not None else Path("audits", own)
     path, chosen = folder / "audit.json", (frozenset(map(Kind, only)), frozenset(map(Kind, skip)))
+    if not set(Kind) - chosen[1] & (chosen[0] or set(Kind)):
+        raise click.UsageError("--only and --skip leave no kind to look for")
     plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
     began, counted, shown = time.monotonic(), itertools.count(1), set[str]()
 
     class Told(Progress):
         def begun(self, task: TaskAudit) -> None:
             for line in self._new(task):
-                click.echo(printable(f"found {line}"), err=True)
+                _tell(f"found {line}")
 
         def ended(self, task: TaskAudit, kept: bool) -> None:
             kinds = {each.kind: each for each in reversed(task.findings) if not each.note}
@@ -139,7 +142,7 @@ def run(
                 f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
             ]
             lines += [] if kept else [f"    {line}" for line in self._new(task)]
-            click.echo(printable("\n".join(lines)), err=True)
+            _tell(*lines)
 
         def _new(self, task: TaskAudit) -> list[str]:
             """Return lines with the first finding of each kind, without those that have been shown."""
@@ -150,7 +153,7 @@ def run(
 
         def playing(self, running: Mapping[str, int]) -> None:
             each = ", ".join(f"{task} ({plural(trials, 'trial')})" for task, trials in running.items())
-            click.echo(printable(f"auditing {each}" if each else "preparing the tasks"), err=True)
+            _tell(f"auditing {each}" if each else "preparing the tasks")
 
     try:
         audit = audit_environment(plan, Told())
@@ -165,22 +168,30 @@ def run(
     else:
         from palaestra_audit.report import as_text
 
-        for line in as_text(audit, path):
-            click.echo(printable(line))
+        _tell(*as_text(audit, path), err=False)
         click.echo(f"{folder / 'audit.html'} ({time.monotonic() - began:.0f} s)")
     for line in Patches(audit, plan, patch).write() if patch is not None else ():
         click.echo(printable(line), err=as_json)
     context.exit(FOUND if not audit.sound else 0 if audit.complete else INCOMPLETE)
 
 
+def _tell(*lines: str, err: bool = True) -> None:
+    """Print these lines. A name with a line break does not begin another one, which a service might take for a
+    command."""
+    click.echo("\n".join(printable(line).replace("\n", "\\n") for line in lines), err=err)
+
+
 def _write_reports(audit: Audit, path: Path, badge: bool) -> None:
     """Write the reports beside the file of the audit."""
     from palaestra_audit.report import as_badge, as_html, as_sarif
 
-    path.with_suffix(".html").write_text(as_html(audit, path), encoding="utf-8", errors="replace")
-    path.with_suffix(".sarif").write_text(json.dumps(as_sarif(audit, path), indent=1), encoding="utf-8")
+    reports = {path.with_suffix(".html"): as_html(audit, path)}
+    reports[path.with_suffix(".sarif")] = json.dumps(as_sarif(audit, path), indent=1)
     if badge:
-        (path.parent / "badge.svg").write_text(as_badge(audit), encoding="utf-8")
+        reports[path.parent / "badge.svg"] = as_badge(audit)
+    for report, text in reports.items():
+        with writing(report), replaced(report) as file:  # not through a link that may be there
+            file.write(text.encode(errors="replace"))
 
 
 @command.command("replay", context_settings={"ignore_unknown_options": True})
@@ -215,7 +226,8 @@ def replay_finding(context: click.Context, as_json: bool, file: Path, finding: s
         click.echo(json.dumps(about))
     else:
         steps = "\n".join(shown_steps(each.trial.steps if each.trial else (), played)) or "nothing"
-        click.echo(printable(f"{each.id}: {each.what}\n{steps}"))
+        where = f"on a machine with {each.trial.world.name}\n" if each.trial and each.trial.world.name else ""
+        click.echo(printable(f"{each.id}: {each.what}\n{where}{steps}"))
         scored = "unscored" if verdict.reward is None else f"{verdict.reward:g}"
         click.echo(
             printable(f"score {scored} (wanted {each.wanted or '-'}){': ' + verdict.error if verdict.error else ''}")
@@ -244,7 +256,7 @@ def compare(as_json: bool, old: Path, new: Path) -> None:
         return
     for name in ("mended", "new"):
         for text in found[name]:
-            click.echo(printable(f"{name}: {text}"))
+            _tell(f"{name}: {text}", err=False)
     missing = f" ({found['incomplete']} more not complete)" if found["incomplete"] else ""
     if before.kinds != after.kinds:
         click.echo(f"only the kinds that both looked for: {', '.join(found['kinds']) or 'none'}")

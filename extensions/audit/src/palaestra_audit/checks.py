@@ -38,7 +38,7 @@ from palaestra_audit.differences import Call, calls_of, first_difference, result
 from palaestra_audit.mutants import Changed, Files, mutants, reply_variants, variants, wrong_replies
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
 from palaestra_audit.stated_answers import CALLED, single_sign, states, tells
-from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
+from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, run_steps, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Say, Solution, Task
 from palaestra_slots.images.task_root import FROM
@@ -358,7 +358,7 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
     if audited.solved is None:
         async for each in _answers(audited):
             yield each
-    elif not audited.holds:
+    elif not audited.holds and not (audited.unprepared and audited.base):  # a stand-in may lack what the task needs
         cause = _cause(audited.rollout.detail) if audited.rollout else ""
         what = f"the reference solution {_scored(audited.solved)}"
         if audited.solved.official is not None and audited.solved.official >= FULL:
@@ -366,7 +366,7 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
         if audited.base:
             what += f" over {audited.base}, which stands in for the task's image"
         trial, why = Trial(steps=[REFERENCE]), audited.solved.error or cause
-        for _ in range(audited.repeats - 1):
+        for _ in range(0 if audited.unprepared else audited.repeats - 1):
             again, _, _ = await audited.play(trial)
             if again.reward != audited.solved.reward:
                 audited.flaky = True
@@ -471,7 +471,8 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
     # A mutant with no other result may mean the same.
     shown = [each for each in lived if seen.get(each[0].what) is not None or each[0].what not in seen]
     audited.lived = len(shown)
-    proven = [each for each in shown if each[0].certain or _is_named_call(seen.get(each[0].what))]
+    sure = [each for each in shown if each[0].certain and _are_asked_for(audited, each[0].files)]
+    proven = sure + [each for each in shown if each not in sure and _is_named_call(seen.get(each[0].what))]
     for mutant, trial, verdict in proven or shown[:_MOST_NOTES]:
         difference = seen.get(mutant.what)
         yield Finding(
@@ -485,6 +486,30 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         )
     if not audited.mutants:
         yield Untried(Kind.WEAK, "nothing that the reference solution leaves can be changed by a rule")
+
+
+def _are_asked_for(audited: Audited, files: Files) -> bool:
+    """Return whether changed files are certainly work: not only scratch files, or files that an agent may write, beside
+    others. A program that a solution has started may go on as it was before its file was changed."""
+    assert audited.left is not None
+    if _GOES_ON.search(_text_of(audited.task.solution)):
+        return False
+    work = {path for path in audited.left.files if not _may_be_left_out(path, audited.asked)}
+    return not work or not work.isdisjoint(files)
+
+
+def _may_be_left_out(path: str, asked: str) -> bool:
+    if path.startswith(_SCRATCH) and not _is_named(path, asked):
+        return True
+    own = path.removeprefix(f"{WORKSPACE}/")
+    about = [each for each in re.split(r"(?<=[.!?])\s|\n", asked) if own in each or PurePosixPath(path).name in each]
+    return bool(about) and all(_OPTIONAL.search(each) for each in about)
+
+
+_SCRATCH = ("/tmp/", "/var/tmp/", "/root/.cache/")  # noqa: S108  in the sandbox
+_OPTIONAL = re.compile(r"\b(may|can|could|optional(ly)?|if you (like|want|wish))\b", re.IGNORECASE)
+_GOES_ON = re.compile(r"(?<![&>])&[ \t]*$|\b(nohup|setsid|disown|daemonize|systemctl)\b", re.MULTILINE)
+"""Marks of a script that starts a program which goes on after it."""
 
 
 async def _wrong_replies(audited: Audited, reply: str) -> AsyncIterator[Finding]:
@@ -757,6 +782,19 @@ _PRESENT = re.compile(
 
 async def leaks(audited: Audited) -> AsyncIterator[Found]:
     """Can the agent read the solution or the answer before it acts?"""
+    async for each in _leaked(audited):
+        if isinstance(each, Finding) and audited.tool is not None:
+            files = [place for place in each.places if not place.startswith(_HISTORY)]
+            if files:
+                each.trial = Trial(steps=run_steps(audited.tool, [_READ.format(shlex.join(files))]))
+                each.verdict = audited.idle
+        yield each
+
+
+_READ = "head -c 2000 -- {}"
+
+
+async def _leaked(audited: Audited) -> AsyncIterator[Found]:
     task, asked = audited.task, audited.asked
     answer = task.answer if isinstance(task.answer, str) and len(task.answer.strip()) >= _LEAST_ANSWER else None
     if answer is not None and answer.strip() in asked:
@@ -798,9 +836,8 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         for path, data in long.items():
             # The same bytes in another file, or in an object of a git repository.
             blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
-            stored = await slot.execute(_STORED.format(blob=blob), cwd="/", timeout_s=_WAIT_S)
             places = [each for each in await _copies(slot, data) if each != path]
-            places += [f"{_HISTORY}{line}" for line in stored.output.split("\n") if line.strip()]
+            places += [f"{_HISTORY}{line}" for line in await _printed_lines(slot, _STORED.format(blob=blob))]
             if places:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
                 # The task may ask for a copy or another name of this very file.
@@ -814,6 +851,7 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
                 what = f"{place} states the answer before the agent acts"
                 yield Finding(kind=Kind.LEAKS, what=what, note=sign.isdigit(), detail=sign, places=[place])
         texts = [*short, *(data.decode(errors="replace") for data in long.values()), *([sign] if sign else [])]
+        texts += [text for path, data in long.items() if (text := _added_text(audited.before.get(path, b""), data))]
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"
             named = _names_file(_text_of(task.solution), place, "")
@@ -861,34 +899,51 @@ async def _stating_files(slot: Slot, asked: str, sign: str) -> list[str]:
 
 async def _telling_variables(slot: Slot, sign: str | None, answer: str | None) -> list[str]:
     """Return the environment variables whose names call their value the answer."""
-    found = await slot.execute("env", cwd="/", timeout_s=_WAIT_S)
-    lines = found.output.split("\n")
+    lines = await _printed_lines(slot, "env")
     told = [each for each in lines if answer is not None and _is_called_answer(each, answer.strip())]
     return told + [each for each in lines if sign is not None and states(each, sign)]
 
 
 async def _files_with(slot: Slot, asked: str, pattern: str) -> list[str]:
     """Return the files of the task that have a pattern of `grep`, unless the prompt names them."""
-    found = await slot.execute(_SEARCHED.format(pattern=pattern), cwd="/", timeout_s=_WAIT_S)
-    return [each for each in found.output.split("\n") if each.strip() and not _is_named(each, asked)]
+    found = await _printed_lines(slot, _SEARCHED.format(pattern=pattern))
+    return [each for each in found if not _is_named(each, asked)]
+
+
+async def _printed_lines(slot: Slot, command: str) -> list[str]:
+    """Return the lines that a command prints and that are not empty. Raises `PalaestraError` if it takes too long."""
+    done = await slot.execute(command, cwd="/", timeout_s=_WAIT_S)
+    if done.metadata.get("timeout"):
+        raise PalaestraError(f"a search of the sandbox's files took more than {_WAIT_S:.0f} s")
+    return [each for each in done.output.split("\n") if each.strip()]
 
 
 def _told_lines(before: bytes, after: bytes, asked: str) -> list[str]:
     """Return the lines that a solution adds to a file, if they are several and all of them are lines of the prompt,
     such as those of a patch in it."""
-    old = {each.strip() for each in before.decode(errors="replace").split("\n")}
-    lines = [each.strip() for each in after.decode(errors="replace").split("\n")]
-    added = [each for each in lines if each and each not in old]
+    added = _added_lines(before, after)
     told = {each.strip().lstrip("+").strip() for each in asked.split("\n")}
     several = len(added) >= _LEAST_LINES or sum(map(len, added)) >= _LEAST_COPY
     return added if several and told.issuperset(added) else []
 
 
+def _added_lines(before: bytes, after: bytes) -> list[str]:
+    old = {each.strip() for each in before.decode(errors="replace").split("\n")}
+    lines = [each.strip() for each in after.decode(errors="replace").split("\n")]
+    return [each for each in lines if each and each not in old]
+
+
+def _added_text(before: bytes, after: bytes) -> str:
+    """Return the lines that a solution adds to a file, as a patch has them; nothing if the file is new or they are
+    short."""
+    text = "\n".join(_added_lines(before, after)) if before else ""
+    return text if len(text) >= _LEAST_COPY else ""
+
+
 async def _copies(slot: Slot, data: bytes) -> list[str]:
     """Return the paths of the files of a slot that have these bytes."""
     digest = hashlib.sha256(data).hexdigest()
-    found = await slot.execute(_SAME.format(size=len(data), digest=digest), cwd="/", timeout_s=_WAIT_S)
-    return [each.strip() for each in found.output.split("\n") if each.strip()]
+    return await _printed_lines(slot, _SAME.format(size=len(data), digest=digest))
 
 
 def _is_named(place: str, asked: str) -> bool:
@@ -922,9 +977,8 @@ _TELLING = "answer|expected|solution|result|for example|like this|should be|must
 async def _telling_files(slot: Slot, asked: str, texts: list[str]) -> list[tuple[str, str]]:
     """Return the files whose names promise the solution and that have one of these texts, unless the prompt names
     them."""
-    listed = await slot.execute(_TELLING_NAMES, cwd="/", timeout_s=_WAIT_S)
     found: list[tuple[str, str]] = []
-    for place in filter(None, listed.output.split("\n")):
+    for place in await _printed_lines(slot, _TELLING_NAMES):
         if any(part and part in asked for part in PurePosixPath(place).parts if re.search(_PROMISES, part, re.I)):
             continue
         content = await slot.read_text(place, missing="")
@@ -941,7 +995,7 @@ def _has(content: str, text: str) -> bool:
         return content.strip() == text
     if len(text) < _LEAST_COPY:
         return re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", content) is not None
-    lines = {each.strip() for each in content.split("\n")}
+    lines = {line for each in content.split("\n") for line in (each.strip(), each.strip().lstrip("+").strip())}
     return all(each.strip() in lines for each in text.split("\n") if each.strip())
 
 

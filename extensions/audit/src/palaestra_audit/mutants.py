@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import itertools
 import json
 import re
@@ -22,6 +21,7 @@ from palaestra_audit.cheats.hollow_work import (
     Module,
     hollow_functions,
     hollows,
+    hunks,
     is_code,
     parsed,
     without_objects,
@@ -120,10 +120,8 @@ def _without_hunks(before: Mapping[str, bytes], left: Mapping[str, bytes]) -> It
         old, new = before.get(path, b"").splitlines(keepends=True), data.splitlines(keepends=True)
         if not old or _is_beside(path) or path.endswith(_PROSE):
             continue
-        hunks = [
-            each for each in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if each[0] != "equal"
-        ]
-        for _, first, last, begin, end in hunks if len(hunks) > 1 else ():
+        changes = hunks(old, new)
+        for first, last, begin, end in changes if len(changes) > 1 else ():
             made = b"".join([*new[:begin], *old[first:last], *new[end:]])
             if path.endswith(".py") and _meaning(made) in ("", _meaning(data)):
                 continue

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from palaestra.envs.config.command_line import set_fields
-from palaestra.envs.config.fields import UNSAID
+from palaestra.envs.config.fields import UNSAID, HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.policy_runs import parse_settings
@@ -19,18 +19,24 @@ from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Rung
 from palaestra_tokens.server_group import ServerGroup
 
+_LEAST_TURNS = 500
+"""The least number of turns that a script may take; the limit of an environment is one for models."""
+
 
 def load(command: str, reference: str, settings: Sequence[str]) -> tuple[Form, RunLine]:
     """Return the form that `reference` names, and its settings: those that it has for checks, unless the user sets one
     of them. Raises `ConfigError`."""
     form = load_environment(reference, Path.cwd())
-    config, _ = form.defaults()
-    values = set_fields(config) if config is not None else {}
+    default, _ = form.defaults()
+    values = set_fields(default) if default is not None else {}
     own, prog = form.check_values(), f"palaestra {command} {reference}"
     parsed = parse_settings(prog, settings, env_type=form.config_type(), env_values=values)
     if own and not any(parsed.sources[f"env.{name}"] not in UNSAID for name in own):
         parsed = parse_settings(prog, settings, env_type=form.config_type(), env_values={**values, **own})
-    if parsed.env_config.isolation == Rung.NONE.label:
+    config = parsed.env_config
+    if isinstance(config, HermesAgentEnvConfig):  # an attack follows all of a solution, which may have many steps
+        config.max_agent_turns = max(config.max_agent_turns, _LEAST_TURNS)
+    if config.isolation == Rung.NONE.label:
         raise ConfigError(
             f"{command} plays attacks, and isolation level none gives no protection; use a different level"
         )

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit
 from palaestra_audit.trials import step_text
+from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 
@@ -213,14 +214,16 @@ def as_badge(audit: Audit) -> str:
 
 def compared(old: Audit, new: Audit) -> dict[str, JSON]:
     """Return the findings that two audits share, and those that only one has, for tasks that both have audited
-    completely, and kinds that both have looked for."""
+    completely, and kinds that both have looked for. Raises `ConfigError` if they share no task."""
     shared = {task.id for task in old.tasks} & {task.id for task in new.tasks}
+    if not shared:
+        raise ConfigError(f"the two audits, of {old.reference} and of {new.reference}, have no task in common")
     both = shared - {task.id for audit in (old, new) for task in audit.tasks if not task.complete}
     kinds = set(old.kinds or Kind) & set(new.kinds or Kind)
 
     def keys(audit: Audit) -> dict[str, str]:
         return {
-            json.dumps([task.id, each.kind, each.what]): f"{task.id}: {each.kind}: {each.what}"
+            json.dumps([task.id, each.kind, each.what]): f"{task.id}: {each.kind}{' (note)' * each.note}: {each.what}"
             for task, each in audit.findings()
             if task.id in both and each.kind in kinds
         }

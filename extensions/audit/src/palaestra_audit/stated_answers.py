@@ -9,7 +9,7 @@ import re
 
 _CALLED = (
     "(answer|solution|correct|expected|gold(en)?|truth|target|oracle|(right|true)[ _-]?(answer|choice|option))"
-    "(s|[ _-]?(answer|choice|option|letter|key|label|index|value))*"
+    "(s|[ _-]?(answer|choice|option|letter|key|label|index|value)){0,5}"
 )
 CALLED = f"(^|[^A-Za-z]){_CALLED}[^A-Za-z0-9]*(is[^A-Za-z0-9]+)?[A-Za-z0-9]([^A-Za-z0-9]|$)"
 """A pattern of `grep -iE` that finds all lines that may state an answer."""
@@ -24,6 +24,8 @@ _FORM = re.compile(r"\b(form|format|example|e\.g|such as|like|write|reply|respon
 """Words before a statement that only shows in which form to answer."""
 _CLAUSE = re.compile(r"(?<!e\.g)[.?!;]\s|[,{]\s*\"")
 """The end of what belongs to other words than the statement: of a sentence, or of a field of JSON."""
+_MOST_BEFORE = 500
+"""The number of characters before a statement that are read."""
 _OPEN = re.compile(r"\b(answer|a)\W*$", re.IGNORECASE)
 
 
@@ -38,7 +40,8 @@ def states(text: str, sign: str) -> bool:
     """Return whether a text states this answer, and no other one: several are examples, or of several questions."""
     values = set()
     for each in _STATED.finditer(text):
-        before = text[text.rfind("\n", 0, each.start()) + 1 : each.start()]
+        first = max(0, each.start() - _MOST_BEFORE)
+        before = text[max(first, text.rfind("\n", first, each.start()) + 1) : each.start()]
         if not _FORM.search(_CLAUSE.split(before)[-1]):
             values.add(each["value"].upper())
     return values == {sign.upper()}

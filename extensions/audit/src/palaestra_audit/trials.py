@@ -183,7 +183,11 @@ REFERENCE = Step(reference=0)
 
 def write_steps(tool: CommandTool, files: Mapping[str, bytes | None], then: str = "") -> list[Step]:
     """Return calls that write these files, or remove those that are None, and then run a command."""
-    commands = [*writing(files), *([f"{then}\n"] if then else [])]
+    return run_steps(tool, [*writing(files), *([f"{then}\n"] if then else [])])
+
+
+def run_steps(tool: CommandTool, commands: Sequence[str]) -> list[Step]:
+    """Return calls that run these commands."""
     return [Step(tool=each.name, arguments=dict(each.arguments)) for each in tool.calls(commands)]
 
 

@@ -213,6 +213,34 @@ async def right(sandbox):
     assert "several times as long as the solution's" in reason
 
 
+@pytest.mark.slow
+def test_a_solution_with_many_steps_and_a_part_of_the_score_is_attacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def steps():
+    yield Task(id="a", prompt="Write 40 words.", solution=["echo right >> a.txt"] * 40)
+
+@steps.score
+async def right(sandbox):
+    return FULL * ((await sandbox.read_text("a.txt", missing="")) == "right\\n" * 40)
+"""
+    states = {}
+    for full in ("1.0", "0.9"):
+        Path(f"steps{full[0]}_env.py").write_text(script.replace("FULL", full))
+        names = ["every-number", "conftest-skip"]
+        proof = check_environment(f"steps{full[0]}_env.py", [], tasks=1, only=names, quiet=True)
+        states[full] = {line.policy: str(line.state) for line in proof.lines if line.policy in names}
+    assert states == {
+        "1.0": {"every-number": "does not apply", "conftest-skip": "closed"},
+        "0.9": {"every-number": "does not apply", "conftest-skip": "not tested"},
+    }
+
+
 def test_a_changed_score_is_audited_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = """
@@ -297,6 +325,7 @@ def test_bad_input_is_one_error(
         ("nothing_env.py",): "nothing_env.py",
         ("env_env.py", "--only", "weird"): "weird",
         ("env_env.py", "--budget", "soon"): "'soon' is not a time",
+        ("env_env.py", "--only", "weak", "--skip", "weak"): "leave no kind",
         ("env_env.py", "--env.isolation", "none"): "isolation level none",
         ("replay", "other.json", "x"): "other.json is not an audit",
         ("compare", "other.json", "missing.json"): "other.json is not an audit",
@@ -452,9 +481,12 @@ def test_a_reference_that_fails_over_another_image_is_a_note(tmp_path: Path, mon
     write_sorting_task("program", program="no-such-program")
     found = audit("tasks", "--only", "unsolvable", "--env.base_image", "host")
     said = {task.id: [(each.note, each.what) for each in task.findings] for task in found.tasks}
-    assert all(len(each) == 1 and each[0][0] for each in said.values())
-    assert all("host, which stands in for the task's image" in each[0][1] for each in said.values())
-    assert "apt-get" in said["build"][0][1]
+    (note, what), *others = said["program"]
+    assert (note, others) == (True, [])
+    assert "host, which stands in for the task's image" in what
+    assert said["build"] == []
+    (untried,) = next(task.untried for task in found.tasks if task.id == "build")
+    assert "apt-get" in untried.why
 
 
 @pytest.mark.slow

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from palaestra_audit.records import Audit, Finding, Kind, TaskAudit
 from palaestra_audit.report import as_sarif, compared
+from palaestra_slots.core.errors import ConfigError
 
 
 def audit_of(kinds: list[Kind], *tasks: TaskAudit, reference: str = "a.py") -> Audit:
@@ -23,6 +26,11 @@ def test_only_what_both_audits_looked_for_is_compared() -> None:
     found = compared(old, new)
     assert (found["tasks"], found["incomplete"], found["only_old"]) == (1, 1, 1)
     assert (found["mended"], found["new"], found["same"]) == ([], [], ["a: weak: it is wrong"])
+
+
+def test_audits_without_a_common_task_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="no task in common"):
+        compared(audit_of([Kind.WEAK], task("a")), audit_of([Kind.WEAK], task("b")))
 
 
 def test_the_address_in_sarif_is_quoted() -> None:

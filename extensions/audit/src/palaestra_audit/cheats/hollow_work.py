@@ -14,7 +14,8 @@ import io
 import re
 import string
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TypeAlias
@@ -155,16 +156,33 @@ def parsed(path: str, before: bytes, source: bytes) -> Module | None:
     tree = _tree(source)
     if tree is None or not _is_utf8(source):
         return None
-    old, new = before.splitlines(), source.splitlines()
-    # By default, difflib ignores frequent lines of files with 200 lines or more.
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     lines = {
         number
-        for tag, _, _, first, last in matcher.get_opcodes()
-        if tag != "equal"
+        for _, _, first, last in hunks(before.splitlines(), source.splitlines())
         for number in range(first + 1, max(last, first + 1) + 1)  # removed lines count as the line after them
     }
     return Module(path, source, tree, frozenset(lines))
+
+
+def hunks(old: Sequence[bytes], new: Sequence[bytes]) -> list[tuple[int, int, int, int]]:
+    """Return the lines that differ, as the ranges of each change in the old and new lines. Without the lines at both
+    ends that are equal, files that would take long to compare, because they have many lines alike, differ as a
+    whole."""
+    begin = next((place for place, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
+    begin = min(len(old), len(new)) if begin is None else begin
+    most = min(len(old), len(new)) - begin
+    end = next((place for place in range(most) if old[-1 - place] != new[-1 - place]), most)
+    first, second = old[begin : len(old) - end], new[begin : len(new) - end]
+    counts = Counter(second)
+    if sum(counts[line] for line in first) > _MOST_PAIRS:
+        return [(begin, len(old) - end, begin, len(new) - end)]
+    # By default, difflib ignores frequent lines of files with 200 lines or more.
+    changes = difflib.SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    return [(begin + a, begin + b, begin + c, begin + d) for tag, a, b, c, d in changes if tag != "equal"]
+
+
+_MOST_PAIRS = 1_000_000
+"""The most pairs of equal lines in two files that are compared line by line; a pass over them takes 0.1 s."""
 
 
 def _is_utf8(source: bytes) -> bool:

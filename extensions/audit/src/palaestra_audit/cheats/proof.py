@@ -607,7 +607,7 @@ class EnvironmentProof:
 
     def _why_not_tested(self, cheat: Cheat) -> str:
         """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
-        if cheat is EVERY_NUMBER and self._wordless and all(base.reward >= FULL for base in self._wordless.values()):
+        if cheat is EVERY_NUMBER and self._wordless and not any(map(self._needs_words, self._wordless.values())):
             return _NO_WORDS
         if self._tool is None and cheat not in REPLIES:
             return _NO_COMMANDS if self.environment.scores_read_sandbox else _NO_WAY
@@ -616,6 +616,11 @@ class EnvironmentProof:
         if cheat.name in _CODE:
             return "" if self._has_code else self._no_code
         return "" if self._bases else self._no_base
+
+    def _needs_words(self, wordless: _Base) -> bool:
+        """Return whether the reference solution earns more with its words than without."""
+        solved = self._trajectory("oracle", wordless.task)
+        return solved is None or wordless.reward < min(FULL, solved.reward or 0.0)
 
     def _can_act(self, cheat: Cheat) -> bool:
         """Return whether there is a tool that runs commands and Python code, if the cheat needs them."""
@@ -676,13 +681,13 @@ class EnvironmentProof:
         """Play the calls of the reference solutions without their words, and with further calls."""
         for n, (task, solution) in enumerate(self._played.get("oracle", ())):
             solved = self._trajectory("oracle", task)
-            if solved is None or solved.reward is None or solved.reward < FULL:
+            if solved is None or solved.reward is None:
                 continue
             group = await runs.play(WordlessPolicy(numbers=False), task, n)
             if group.trajectories:
                 self._wordless[task.id] = _Base(task, Hollow("its calls without words", {}), group.trajectories[0])
             calls = [*further_calls(resolved[task.id], solution.tools)] if solved.state is not None else []
-            if not calls:
+            if not calls or solved.reward < FULL:
                 continue
             group = await runs.play(FurtherCallsPolicy(calls), task, n)
             for each in group.trajectories:

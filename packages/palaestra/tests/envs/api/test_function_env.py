@@ -324,6 +324,8 @@ def test_a_folder_of_tasks_is_played_by_the_environment_for_such_tasks(
         assert load_environment(form.reference, tmp_path).name == environment  # as `palaestra resume` does
     assert main(["run", "./empty"]) == 2
     check_message(capsys.readouterr().err, "empty")
+    assert main(["run", "./"]) == 2  # a folder above
+    assert re.search(r"Did you mean (\S*/)?tb\?", capsys.readouterr().err)
 
 
 def test_an_environment_of_a_library_that_is_missing_names_the_extra(

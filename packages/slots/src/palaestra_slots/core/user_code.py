@@ -252,9 +252,13 @@ def load_file(path: Path) -> ModuleType:
     """Import a Python file, which can import modules next to it. In a package, it can use relative imports, as with
     `python -m`. Raises `ConfigError`."""
     if path.is_dir():
+        below = sorted(
+            {each.parent.parent for name in ("toml", "yaml", "json") for each in path.glob(f"*/*/task.{name}")}
+        )
+        hint = f". Did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
         raise ConfigError(
             f"{path} is a folder without tasks (a folder each, with task.toml, task.yaml or task.json), and no Python "
-            "file with an environment"
+            f"file with an environment{hint}"
         )
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
