@@ -1,11 +1,12 @@
 """Audits public sets of tasks, and writes the page of the documentation about what was found.
 
-    python benchmarks/audit_study.py CHECKOUTS --out FOLDER                     # audit the sets, or go on with it
+    python benchmarks/audit_study.py CHECKOUTS --out FOLDER --base ROOT         # audit the sets, or go on with it
     python benchmarks/audit_study.py CHECKOUTS --out FOLDER --only evoeval      # some of them
     python benchmarks/audit_study.py CHECKOUTS --out FOLDER --page docs/reference/audit_study.md
 
 `audit_study.toml` names the sets, with the repositories and commits from which they come. CHECKOUTS is a folder with
-the files of those repositories; no set is stored here. Each audit continues if it is stopped.
+the files of those repositories; no set is stored here. ROOT is a root file system with Python and pip, in place of
+images that need packages of Debian: `palaestra images make debian:12` makes one. Each audit continues if it is stopped.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _PAGE = """# What audits of public sets found
 <!-- written by benchmarks/audit_study.py --page -->
 
 `palaestra audit` {version} played {tasks} tasks of {sets} public sets on {day}, on one machine with {cpus} cores and
-without a container tool: where a task has an image of its own, the programs of the machine stood in for it. Of each
-set, as many tasks were played with all checks as a limit of time allowed ("whole"), and the others only with the
-reference solution and with doing nothing.
+without a container tool: where a task has an image of its own, the programs of the machine or of Debian 12 stood in
+for it. Of each set, as many tasks were played with all checks as a limit of time allowed ("whole"), and the others only
+with the reference solution and with doing nothing.
 
 This page is no ranking. A finding has a witness that anybody can play again, and its author knows best whether it is a
 fault; a note is what an honest reader could dispute. What was not tried is listed with each set, and an audit never
@@ -75,6 +76,7 @@ def main() -> int:
     parser = measure.options_parser(__doc__, 1)
     parser.add_argument("checkouts", type=Path, metavar="CHECKOUTS")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder of the audits")
+    parser.add_argument("--base", default="host", metavar="ROOT", help="the root file system for BASE in the words")
     parser.add_argument("--only", default="", metavar="NAME", help="only the sets with this text in their names")
     parser.add_argument("--budget", default="30m", help="the budget of each audit (default 30m)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page from the audits that there are")
@@ -103,7 +105,8 @@ def _audit(each: PublicSet, options: argparse.Namespace) -> None:
             if not link.exists():
                 link.symlink_to(task.resolve())
     count = str(2 if options.quick else each.tasks)
-    words = [str(target), "--tasks", count, "--seed", "1", "--budget", options.budget, *each.words]
+    own = [options.base if word == "BASE" else word for word in each.words]
+    words = [str(target), "--tasks", count, "--seed", "1", "--budget", options.budget, *own]
     program = Path(sys.executable).with_name("palaestra")
     print(f"{each.name}: palaestra audit {' '.join(words)}", file=sys.stderr)
     subprocess.run([program, "audit", "run", *words, "--out", options.out / each.folder], check=False)
