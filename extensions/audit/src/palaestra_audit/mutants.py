@@ -367,6 +367,17 @@ def _called_by_name(module: Module) -> set[str]:
     }
 
 
+def _joined_texts(node: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the texts of which an expression consists beside its values: that of an f-string, or of a sum."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node
+    elif isinstance(node, ast.JoinedStr):
+        yield from (each for each in node.values if isinstance(each, ast.Constant))
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        yield from _joined_texts(node.left)
+        yield from _joined_texts(node.right)
+
+
 def _other_messages(module: Module, asked: str) -> bytes | None:
     """Return code whose raised errors have other messages; None if there are none. A message that the prompt quotes
     stays."""
@@ -379,7 +390,10 @@ def _other_messages(module: Module, asked: str) -> bytes | None:
         if any(text.strip(" :.,") in asked for _, text in words):
             continue
         for each, text in words[:1]:
-            each.value, count = f"cannot be used: {text}", count + 1
+            joined = next((found for one in node.exc.args if each in (found := [*_joined_texts(one)])), None)
+            for part in joined or ():  # no word of the old message is left, but its values are
+                part.value = " "
+            each.value, count = "cannot be used: " if joined else f"cannot be used: {text}", count + 1
     return (ast.unparse(tree) + "\n").encode() if count else None
 
 

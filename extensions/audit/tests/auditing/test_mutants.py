@@ -227,6 +227,8 @@ def test_names_and_messages_that_the_prompt_does_not_have_are_changed() -> None:
     )  # fmt: skip
     message = found["other words in the messages of errors in a.py"]
     assert not message.certain
+    assert b"nothing to shorten" not in only(message.files)
+    assert b"cannot be used: " in only(message.files)
     asked = "title, shorten and _small raise ValueError('nothing to shorten in ...')."
     kept = {each.what for each in variants({}, {"a.py": NAMES}, asked)}
     assert not {what for what in kept if "renamed in" in what and "local" not in what} | {
