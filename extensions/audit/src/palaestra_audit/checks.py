@@ -351,6 +351,19 @@ def _cause(detail: Mapping[str, object]) -> str:
     return next(iter(sentences), "")
 
 
+def _failed_command(rollout: Trajectory) -> str:
+    """Return how the last command of a solution ended, if that was with an error; nothing for other tools."""
+    last = next((each for each in reversed(rollout.messages) if each.get("role") == "tool"), {})
+    try:
+        reply = json.loads(str(last.get("content")))
+    except ValueError:
+        return ""
+    if not isinstance(reply, dict) or not isinstance(code := reply.get("exit_code"), int) or not code:
+        return ""
+    lines = str(reply.get("output")).strip().splitlines()
+    return f"the solution ends with exit code {code}{f', {lines[-1]}' if lines else ''}"
+
+
 async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
     """Does the reference solution get the full score?"""
     if audited.unprepared.startswith(AlreadySolved.__name__):
@@ -359,7 +372,8 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
         async for each in _answers(audited):
             yield each
     elif not audited.holds and not (audited.unprepared and audited.base):  # a stand-in may lack what the task needs
-        cause = _cause(audited.rollout.detail) if audited.rollout else ""
+        causes = (_cause(audited.rollout.detail), _failed_command(audited.rollout)) if audited.rollout else ()
+        cause = "; ".join(filter(None, causes))
         what = f"the reference solution {_scored(audited.solved)}"
         if audited.solved.official is not None and audited.solved.official >= FULL:
             what += ", although the benchmark's own protocol accepts it"

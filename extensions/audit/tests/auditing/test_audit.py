@@ -484,6 +484,7 @@ def test_a_reference_that_fails_over_another_image_is_a_note(tmp_path: Path, mon
     (note, what), *others = said["program"]
     assert (note, others) == (True, [])
     assert "host, which stands in for the task's image" in what
+    assert what.endswith("exit code 127, /solution/solve.sh: line 2: no-such-program: command not found")
     assert said["build"] == []
     (untried,) = next(task.untried for task in found.tasks if task.id == "build")
     assert "apt-get" in untried.why
