@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from palaestra_audit import checks
 from palaestra_audit.audit import _reworded
 from palaestra_audit.checks import _has, _is_told, _names_file
 
@@ -64,3 +65,29 @@ def test_other_words_for_one_task_are_near_duplicates() -> None:
     }
     solved = {"a": "56", "b": "56", "other answer": "161", "three": "5", "four": "5"}
     assert [each[:2] for each in _reworded(texts, solved)] == [("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("script", "goes_on"),
+    [
+        ("python3 server.py &\nsleep 1", True),
+        ("nohup ./serve > log 2>&1 &", True),
+        ("systemctl start web", True),
+        ("make && ./run", False),
+        ("make &&\n./run", False),
+        ("echo a >& 2", False),
+    ],
+)
+def test_a_program_that_goes_on_is_recognized_by_its_start(script: str, goes_on: bool) -> None:
+    assert bool(checks._GOES_ON.search(script)) is goes_on
+
+
+def test_a_patch_with_the_lines_of_the_solution_is_one_of_its_texts() -> None:
+    before = b"def size(n):\n    return n\n"
+    after = b"def size(n):\n    if not n:\n        raise ValueError('nothing to measure')\n    return n\n"
+    text = checks._added_text(before, after)
+    patch = "--- a\n+++ b\n@@\n def size(n):\n+    if not n:\n+        raise ValueError('nothing to measure')\n     return n\n"
+    assert text
+    assert checks._has(patch, text)
+    assert not checks._has(patch.replace("+    if", "-    if"), text)
+    assert not checks._added_text(b"", after)
