@@ -150,6 +150,8 @@ async def _audit(
         audit.settings, audit.secrets = split_secrets(plan.settings)
         known = {} if earlier is None else {each.id: each for each in earlier.tasks}
         beyond = _beyond(tasks, earlier, audit, plan)
+        if plan.tasks is None and not plan.ids:
+            beyond += _refused(environment, {each.id for each in tasks}, progress)
         passes = _Passes(trials, tasks, plan, progress, audit, known, beyond, _salt(form, parsed, plan), began)
         telling = asyncio.create_task(passes.tell())
         with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
@@ -339,6 +341,16 @@ def _beyond(tasks: Sequence[Task], earlier: Audit | None, audit: Audit, plan: Pl
     if others and (earlier.settings, earlier.secrets) != (audit.settings, audit.secrets):
         raise ConfigError(f"{plan.out} has an audit of more tasks, with other settings; give another folder with --out")
     return others
+
+
+def _refused(environment: Environment, usable: Collection[str], progress: Progress) -> Iterator[TaskAudit]:
+    """Yield, and report, the results for tasks of the set that cannot be used, such as a folder without tests."""
+    for name, why in environment.refused.items():
+        if name and name not in usable:
+            untried = [Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {why}")]
+            result = plain(TaskAudit(id=name, digest="", untried=untried, complete=False))
+            progress.ended(result, False)
+            yield result
 
 
 async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, str]:

@@ -53,17 +53,16 @@ def as_text(audit: Audit, path: Path) -> Iterator[str]:
     for (kind, why), count in untried.most_common(_SHOWN):
         yield f"not tried: {kind}: {next(iter(why.splitlines()), '')} ({plural(count, 'task')})"
     if len(untried) > _SHOWN:
-        yield f"not tried: {len(untried) - _SHOWN} more reasons, in the page"
+        yield f"not tried: {plural(len(untried) - _SHOWN, 'more reason')}, in the page"
     slow = sorted(audit.tasks, key=lambda task: -task.stages.get("whole", 0.0))[:1]
     if slow and slow[0].stages.get("whole"):
         yield f"slowest reference solution: {slow[0].id}, {slow[0].stages['whole']:.1f} s"
     if audit.left:
         yield f"{plural(audit.left, 'task')} not audited: the budget was used up; the same command goes on"
     faulty = {task.id for task, each in findings if not each.note}
-    trials = sum(task.trials for task in audit.tasks)
-    yield (
-        f"{audit.reference}: {plural(len(audit.tasks), 'task')}, {plural(trials, 'trial')}, {len(faulty)} with findings"
-    )
+    trials, partly = sum(task.trials for task in audit.tasks), sum(not task.complete for task in audit.tasks)
+    played = f"{plural(len(audit.tasks), 'task')}{f' ({partly} not complete)' if partly else ''}"
+    yield f"{audit.reference}: {played}, {plural(trials, 'trial')}, {len(faulty)} with findings"
     witness = next((each for _, each in findings if each.trial is not None), None)
     if witness is not None:
         yield f"play one again: {command_of(witness, path)}"

@@ -86,7 +86,7 @@ def test_a_patch_with_the_lines_of_the_solution_is_one_of_its_texts() -> None:
     before = b"def size(n):\n    return n\n"
     after = b"def size(n):\n    if not n:\n        raise ValueError('nothing to measure')\n    return n\n"
     text = checks._added_text(before, after)
-    patch = "--- a\n+++ b\n@@\n def size(n):\n+    if not n:\n+        raise ValueError('nothing to measure')\n     return n\n"
+    patch = "@@\n def size(n):\n+    if not n:\n+        raise ValueError('nothing to measure')\n     return n\n"
     assert text
     assert checks._has(patch, text)
     assert not checks._has(patch.replace("+    if", "-    if"), text)

@@ -76,6 +76,23 @@ def test_names_that_are_no_text_and_have_line_breaks_cost_only_their_task(
 
 
 @pytest.mark.slow
+def test_a_folder_that_is_no_whole_task_is_named_as_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "no_tests"):
+        write_task(name)
+    Path("tasks/no_tests/tests/test.sh").unlink()
+    Path("tasks/no_tests/tests").rmdir()
+    words = ["audit", "tasks", "--only", "unsolvable", "--env.base_image", "host", "--out", "found"]
+    for _ in range(2):
+        assert main(words) == 3
+        found = read_audit(Path("found"))
+        assert [(task.id, task.complete) for task in found.tasks] == [("good", True), ("no_tests", False)]
+        assert "is missing" in found.tasks[1].untried[0].why
+    assert main([*words, "--tasks", "1"]) == 3
+    assert [task.id for task in read_audit(Path("found")).tasks] == ["good", "no_tests"]
+
+
+@pytest.mark.slow
 def test_reports_are_not_written_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_task("a")
