@@ -200,7 +200,7 @@ def _untried(audit: Audit) -> str:
         for untried in task.untried
     )
     named = "; ".join(f"{reason} ({count} tasks)" for reason, count in reasons.most_common(_MOST_REASONS))
-    left = f"; {audit.left} tasks were not reached" if audit.left else ""
+    left = f"; {audit.left} tasks did not get all checks" if audit.left else ""
     return f"Not tried, most often: {named or 'nothing'}{left}."
 
 

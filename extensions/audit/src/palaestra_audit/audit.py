@@ -98,14 +98,18 @@ class Plan:
 class Progress:
     """Is told how an audit goes on, and tells nobody."""
 
+    def opened(self, tasks: int) -> None:
+        """The environment is open, and has this number of tasks."""
+
     def ended(self, task: TaskAudit, kept: bool) -> None:
         """A task has ended; `kept` results are those of an earlier audit."""
 
     def begun(self, task: TaskAudit) -> None:
         """The first pass over a task has ended; `task` has what it found."""
 
-    def playing(self, running: Mapping[str, int]) -> None:
-        """These tasks are being audited, with the number of their trials so far; at first, all tasks are prepared."""
+    def playing(self, running: Mapping[str, tuple[str, int]]) -> None:
+        """These tasks are being audited, each with the kind that is looked for and the number of its trials so far; at
+        first, all tasks are prepared."""
 
 
 _FIRST = (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)
@@ -150,8 +154,11 @@ async def _audit(
         audit.settings, audit.secrets = split_secrets(plan.settings)
         known = {} if earlier is None else {each.id: each for each in earlier.tasks}
         beyond = _beyond(tasks, earlier, audit, plan)
-        if plan.tasks is None and not plan.ids:
-            beyond += _refused(environment, {each.id for each in tasks}, progress)
+        refused = [*_refused(environment, {each.id for each in tasks})] if plan.tasks is None and not plan.ids else []
+        progress.opened(len(tasks) + len(refused))
+        for each in refused:
+            progress.ended(each, False)
+        beyond += refused
         passes = _Passes(trials, tasks, plan, progress, audit, known, beyond, _salt(form, parsed, plan), began)
         telling = asyncio.create_task(passes.tell())
         with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
@@ -218,7 +225,7 @@ class _Passes:
         """Tell again and again which tasks are being audited."""
         while True:
             await asyncio.sleep(_TOLD_S)
-            self.progress.playing({name: each.played for name, each in self._running.items()})
+            self.progress.playing({name: (each.looks_for, each.played) for name, each in self._running.items()})
 
     def list_tasks(self) -> None:
         """Put what is known so far into the audit. What an earlier audit found about tasks that are still to come stays
@@ -343,14 +350,12 @@ def _beyond(tasks: Sequence[Task], earlier: Audit | None, audit: Audit, plan: Pl
     return others
 
 
-def _refused(environment: Environment, usable: Collection[str], progress: Progress) -> Iterator[TaskAudit]:
-    """Yield, and report, the results for tasks of the set that cannot be used, such as a folder without tests."""
+def _refused(environment: Environment, usable: Collection[str]) -> Iterator[TaskAudit]:
+    """Yield the results for tasks of the set that cannot be used, such as a folder without tests."""
     for name, why in environment.refused.items():
         if name and name not in usable:
             untried = [Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {why}")]
-            result = plain(TaskAudit(id=name, digest="", untried=untried, complete=False))
-            progress.ended(result, False)
-            yield result
+            yield plain(TaskAudit(id=name, digest="", untried=untried, complete=False))
 
 
 async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, str]:
@@ -442,6 +447,7 @@ class _Case:
             await audited.begin()
         for kind, check in CHECKS.items():
             if kind in some and kind in self.kinds and (not audited.unprepared or kind in _FIRST):
+                audited.looks_for = kind
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)

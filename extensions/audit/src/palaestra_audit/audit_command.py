@@ -127,7 +127,13 @@ def run(
     plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
     began, counted, shown = time.monotonic(), itertools.count(1), set[str]()
 
+    total = 0
+
     class Told(Progress):
+        def opened(self, tasks: int) -> None:
+            nonlocal total
+            total = tasks
+
         def begun(self, task: TaskAudit) -> None:
             for line in self._new(task):
                 _tell(f"found {line}")
@@ -138,9 +144,8 @@ def run(
             nothing = "not tried" if not tried else "ok" if task.complete else "not complete"
             found = ", ".join(map(str, reversed(kinds))) or nothing
             before = ", kept from an earlier audit" if kept else ""
-            lines = [
-                f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
-            ]
+            how = f"{plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
+            lines = [f"[{next(counted)}/{total}] {task.id}: {found} · {how}"]
             lines += [] if kept else [f"    {line}" for line in self._new(task)]
             _tell(*lines)
 
@@ -151,8 +156,8 @@ def run(
             shown.update(each.id for each in new)
             return [f"{each.id}: {each.what}" for each in new]
 
-        def playing(self, running: Mapping[str, int]) -> None:
-            each = ", ".join(f"{task} ({plural(trials, 'trial')})" for task, trials in running.items())
+        def playing(self, running: Mapping[str, tuple[str, int]]) -> None:
+            each = ", ".join(f"{task} ({kind}, {plural(trials, 'trial')})" for task, (kind, trials) in running.items())
             _tell(f"auditing {each}" if each else "preparing the tasks")
 
     try:

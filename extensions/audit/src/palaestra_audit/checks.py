@@ -102,6 +102,8 @@ class Audited:
     trials: Trials
     cheats: tuple[Cheat, ...]
     repeats: int
+    looks_for: str = "first trials"
+    """The kind that is looked for at the moment."""
     played: int = 0
     trial_s: float = 0.0
     mutants: int = 0

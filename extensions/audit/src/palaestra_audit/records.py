@@ -154,7 +154,7 @@ class Audit(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_at: str = ""
     tasks: list[TaskAudit] = []
     left: int = 0
-    """The number of tasks that were not audited because the budget had been used up."""
+    """The number of tasks without all checks, because the budget was used up."""
 
     def findings(self) -> Iterator[tuple[TaskAudit, Finding]]:
         """Yield the findings with their tasks, notes last."""

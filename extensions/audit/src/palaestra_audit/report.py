@@ -58,7 +58,7 @@ def as_text(audit: Audit, path: Path) -> Iterator[str]:
     if slow and slow[0].stages.get("whole"):
         yield f"slowest reference solution: {slow[0].id}, {slow[0].stages['whole']:.1f} s"
     if audit.left:
-        yield f"{plural(audit.left, 'task')} not audited: the budget was used up; the same command goes on"
+        yield f"{plural(audit.left, 'task')} without all checks: the budget was used up; the same command goes on"
     faulty = {task.id for task, each in findings if not each.note}
     trials, partly = sum(task.trials for task in audit.tasks), sum(not task.complete for task in audit.tasks)
     played = f"{plural(len(audit.tasks), 'task')}{f' ({partly} not complete)' if partly else ''}"
