@@ -6,7 +6,7 @@
 
 `audit_study.toml` names the sets, with the repositories and commits from which they come. CHECKOUTS is a folder with
 the files of those repositories; no set is stored here. ROOT is a root file system with Python and pip, in place of
-images that need packages of Debian: `palaestra images make debian:12` makes one. Each audit continues if it is stopped.
+images that need packages of Debian: `palaestra images make debian:13` makes one. Each audit continues if it is stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PAGE = """# What audits of public sets found
 <!-- written by benchmarks/audit_study.py --page -->
 
 `palaestra audit` {version} played {tasks} tasks of {sets} public sets on {day}, on one machine with {cpus} cores and
-without a container tool: where a task has an image of its own, the programs of the machine or of Debian 12 stood in
+without a container tool: where a task has an image of its own, the programs of the machine or of Debian 13 stood in
 for it. Of each set, as many tasks were played with all checks as a limit of time allowed ("whole"), and the others only
 with the reference solution and with doing nothing.
 
@@ -173,9 +173,9 @@ def _witness(finding: Finding, tasks: int) -> str:
     also = f" (so in {tasks} tasks)" if tasks > 1 else ""
     said = f"**`{finding.id}`**: {finding.what}{also}."
     if finding.trial is None:
-        shown = _in_short([*finding.places, *finding.detail.splitlines()])
+        shown = _shortened([*finding.places, *finding.detail.splitlines()])
         return f"{said}\n\n" + (f"````text\n{shown}\n````\n\n" if shown else "")
-    steps = _in_short(("\n".join(map(step_text, finding.trial.steps)) or "nothing").splitlines())
+    steps = _shortened(("\n".join(map(step_text, finding.trial.steps)) or "nothing").splitlines())
     world = f" on a machine with {finding.trial.world.name}" if finding.trial.world.name else ""
     verdict = finding.verdict
     scored = "no score" if verdict is None or verdict.reward is None else f"score {verdict.reward:g}"
@@ -185,7 +185,7 @@ def _witness(finding: Finding, tasks: int) -> str:
     )
 
 
-def _in_short(lines: Sequence[str]) -> str:
+def _shortened(lines: Sequence[str]) -> str:
     """Return these lines without the middle of long ones, and without the middle of them all if there are many."""
     if len(lines) > _MOST_LINES:  # the fault is mostly at the end, after the reference solution
         left_out = len(lines) - _MOST_LINES

@@ -252,9 +252,7 @@ class _Passes:
         elif self._left_s == 0:
             self.audit.left += 1
         elif resolved is None:  # often because of what this machine lacks
-            result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
-            result.complete = False
-            self._keep(task.id, plain(result))
+            self._keep(task.id, _unusable(task.id, digest, error))
             self.progress.ended(self._found[task.id], False)
         else:
             sisters = _sisters(self.tasks, position)
@@ -354,8 +352,12 @@ def _refused(environment: Environment, usable: Collection[str]) -> Iterator[Task
     """Yield the results for tasks of the set that cannot be used, such as a folder without tests."""
     for name, why in environment.refused.items():
         if name and name not in usable:
-            untried = [Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {why}")]
-            yield plain(TaskAudit(id=name, digest="", untried=untried, complete=False))
+            yield _unusable(name, "", why)
+
+
+def _unusable(name: str, digest: str, why: str) -> TaskAudit:
+    untried = [Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {why}")]
+    return plain(TaskAudit(id=name, digest=digest, untried=untried, complete=False))
 
 
 async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, str]:

@@ -122,17 +122,16 @@ def run(
     own = re.sub(r"[^\w.-]+", "-", name.removesuffix(".py")).strip("-")
     folder = out if out is not None else Path("audits", own)
     path, chosen = folder / "audit.json", (frozenset(map(Kind, only)), frozenset(map(Kind, skip)))
-    if not set(Kind) - chosen[1] & (chosen[0] or set(Kind)):
-        raise click.UsageError("--only and --skip leave no kind to look for")
     plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
+    if not plan.kinds:
+        raise click.UsageError("--only and --skip leave no kind to look for")
     began, counted, shown = time.monotonic(), itertools.count(1), set[str]()
 
-    total = 0
-
     class Told(Progress):
+        total = 0
+
         def opened(self, tasks: int) -> None:
-            nonlocal total
-            total = tasks
+            self.total = tasks
 
         def begun(self, task: TaskAudit) -> None:
             for line in self._new(task):
@@ -145,7 +144,7 @@ def run(
             found = ", ".join(map(str, reversed(kinds))) or nothing
             before = ", kept from an earlier audit" if kept else ""
             how = f"{plural(task.trials, 'trial')}, {task.seconds:.1f} s{before}"
-            lines = [f"[{next(counted)}/{total}] {task.id}: {found} · {how}"]
+            lines = [f"[{next(counted)}/{self.total}] {task.id}: {found} · {how}"]
             lines += [] if kept else [f"    {line}" for line in self._new(task)]
             _tell(*lines)
 

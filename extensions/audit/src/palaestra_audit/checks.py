@@ -487,8 +487,12 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
     # A mutant with no other result may mean the same.
     shown = [each for each in lived if seen.get(each[0].what) is not None or each[0].what not in seen]
     audited.lived = len(shown)
-    sure = [each for each in shown if each[0].certain and _are_asked_for(audited, each[0].files)]
-    proven = sure + [each for each in shown if each not in sure and _is_named_call(seen.get(each[0].what))]
+    work = _certain_work(audited)
+    proven = [
+        each
+        for each in shown
+        if (each[0].certain and not work.isdisjoint(each[0].files)) or _is_named_call(seen.get(each[0].what))
+    ]
     for mutant, trial, verdict in proven or shown[:_MOST_NOTES]:
         difference = seen.get(mutant.what)
         yield Finding(
@@ -504,14 +508,14 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         yield Untried(Kind.WEAK, "nothing that the reference solution leaves can be changed by a rule")
 
 
-def _are_asked_for(audited: Audited, files: Files) -> bool:
-    """Return whether changed files are certainly work: not only scratch files, or files that an agent may write, beside
-    others. A program that a solution has started may go on as it was before its file was changed."""
+def _certain_work(audited: Audited) -> set[str]:
+    """Return the files of the solution that are certainly work: not scratch files, or files that an agent may write,
+    beside others. A program that a solution has started may go on as it was before its file was changed."""
     assert audited.left is not None
     if _GOES_ON.search(_text_of(audited.task.solution)):
-        return False
+        return set()
     work = {path for path in audited.left.files if not _may_be_left_out(path, audited.asked)}
-    return not work or not work.isdisjoint(files)
+    return work or {*audited.left.files}
 
 
 def _may_be_left_out(path: str, asked: str) -> bool:
@@ -811,6 +815,7 @@ _READ = "head -c 2000 -- {}"
 
 
 async def _leaked(audited: Audited) -> AsyncIterator[Found]:
+    """Yield what the agent can read, without the trial in which it does."""
     task, asked = audited.task, audited.asked
     answer = task.answer if isinstance(task.answer, str) and len(task.answer.strip()) >= _LEAST_ANSWER else None
     if answer is not None and answer.strip() in asked:

@@ -165,9 +165,8 @@ def parsed(path: str, before: bytes, source: bytes) -> Module | None:
 
 
 def hunks(old: Sequence[bytes], new: Sequence[bytes]) -> list[tuple[int, int, int, int]]:
-    """Return the lines that differ, as the ranges of each change in the old and new lines. Without the lines at both
-    ends that are equal, files that would take long to compare, because they have many lines alike, differ as a
-    whole."""
+    """Return the ranges of each change in the old and in the new lines. If a comparison would take long, because many
+    lines are alike, all lines between the equal ones at both ends are one change."""
     begin = next((place for place, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
     begin = min(len(old), len(new)) if begin is None else begin
     most = min(len(old), len(new)) - begin

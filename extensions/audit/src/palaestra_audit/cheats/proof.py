@@ -116,8 +116,8 @@ _EVERY = 20
 """The number of policies after which a check reports its progress."""
 
 _TOLERANCE = 1e-9
-_SLOWER, _SLOWER_S = 3.0, 30.0
-"""Hollow work whose play takes longer than the solution's, by this factor and these seconds, is not used."""
+_LEAST_HOLLOW_S = 30.0
+"""The time limit of hollow work that is used, if the reference solution takes no time."""
 _LEAST_S = 15.0
 """The time limit of work that nobody expects to be right, if the reference solution takes no time."""
 _PIECE = 90_000
@@ -704,7 +704,7 @@ class EnvironmentProof:
             return None, "the solution with wrong results could not be scored"
         if earned.reward >= FULL:
             return None, _UNNOTICED
-        if earned.beside.duration_s > _SLOWER * solved.beside.duration_s + _SLOWER_S:
+        if earned.beside.duration_s > enough_time(solved.beside.duration_s, _LEAST_HOLLOW_S):
             return None, "the check takes too long over wrong results"
         if hollow.twin:
             twin = await self._play_hollow(hollow.twin, task, n, runs)

@@ -252,9 +252,8 @@ def load_file(path: Path) -> ModuleType:
     """Import a Python file, which can import modules next to it. In a package, it can use relative imports, as with
     `python -m`. Raises `ConfigError`."""
     if path.is_dir():
-        below = sorted(
-            {each.parent.parent for name in ("toml", "yaml", "json") for each in path.glob(f"*/*/task.{name}")}
-        )
+        found = path.glob("*/*/task.*")
+        below = sorted({each.parent.parent for each in found if each.suffix in (".toml", ".yaml", ".json")})
         hint = f". Did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
         raise ConfigError(
             f"{path} is a folder without tasks (a folder each, with task.toml, task.yaml or task.json), and no Python "
