@@ -548,7 +548,8 @@ class EnvironmentProof:
                 async with width:
                     for n, task in enumerate(tasks):
                         try:
-                            async with asyncio.timeout(longest_s(self._trajectory("oracle", task))):
+                            first = self._trajectory("oracle", task) or self._trajectory("noop", task)
+                            async with asyncio.timeout(longest_s(first)):
                                 played.append((task, await self._attack(cheat, task, n, runs)))
                         except TimeoutError:
                             reason = _TOO_LONG
@@ -911,7 +912,7 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
-_TOO_LONG = "its play was stopped, because it took several times as long as the solution's"
+_TOO_LONG = "its play was stopped, because it took several times as long as the solution or doing nothing"
 _DOES_WORK = "the attack also does what the reference solution does"
 _TOO_MUCH = "attacks that also do what the reference solution does get the full score; let it ask for what must stay"
 _NO_COMMANDS = "no tool of the agent ran the commands that were tried"
@@ -955,10 +956,11 @@ def _at_most(groups: Sequence[tuple[Task, Group]], *further: float) -> str:
     return f"<= {max([*further, *(task.floor for task, _ in groups)]):g}"
 
 
-def longest_s(solved: Trajectory | None) -> float | None:
-    """Return the time limit of work that nobody expects to be right: several times what the reference solution took,
-    because work that stops the tests would otherwise take all their time. None if nothing is known."""
-    return None if solved is None else enough_time(solved.beside.duration_s, _LEAST_S)
+def longest_s(first: Trajectory | None) -> float | None:
+    """Return the time limit of work that nobody expects to be right: several times what the reference solution took, or
+    doing nothing without one, because work that stops the tests would otherwise take all their time. None if nothing is
+    known."""
+    return None if first is None else enough_time(first.beside.duration_s, _LEAST_S)
 
 
 def check_environment(

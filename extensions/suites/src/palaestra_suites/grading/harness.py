@@ -23,7 +23,7 @@ from typing import ClassVar
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra_slots.core.errors import GraderError, InfraError
 from palaestra_slots.core.types import JSON, Label
-from palaestra_slots.sandbox.slot import ExecutionResult, Slot
+from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 
 FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
 """The folder of the harness in the slot."""
@@ -130,20 +130,23 @@ async def run_harness(
     env: Mapping[str, str],
     timeout_s: float,
 ) -> tuple[list[Mapping[str, JSON]], ExecutionResult]:
-    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records.
+    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records. Paths
+    in `plan` are relative to that directory.
 
     Raises `GraderError` if the script does not send `start`.
     """
     note_way(Way.RUN_TESTS)
+    # Where the workspace has a second path, commands start there, and frameworks name files relative to it.
+    root = slot.workspace_dir if plan["root"] == WORKSPACE else plan["root"]
     await send_scripts(slot, FOLDER, script)
     result = await slot.execute(
         [*command, f"{FOLDER}/{script}"],
-        cwd=plan["root"],
+        cwd=root,
         env=env,
-        stdin=json.dumps(plan).encode(),
+        stdin=json.dumps({**plan, "root": root}).encode(),
         timeout_s=timeout_s,
         verdict=True,
-        watched=[f"{plan['root']}/{path}" for path in plan.get("files", ()) if plan["watching"] and script == PYTEST],
+        watched=[f"{root}/{path}" for path in plan.get("files", ()) if plan["watching"] and script == PYTEST],
     )
     records = read_records(result.verdict)
     if not any(record["kind"] == "start" for record in records):

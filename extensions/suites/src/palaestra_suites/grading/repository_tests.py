@@ -98,7 +98,7 @@ async def _run_plan(
     plan = {
         **plan,
         "root": root,
-        "python_path": [f"{root}/{path}".removesuffix("/.") for path in toolchain.python_path],
+        "python_path": list(toolchain.python_path),
         "dependencies": list(toolchain.dependencies),
     }
     return await run_harness(slot, toolchain.command, script, plan, env=_ENVIRONMENT, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from palaestra_slots.core.errors import GraderError
+from palaestra_slots.sandbox.slot import WORKSPACE
 from palaestra_suites.grading.harness import Status, TestRun, alarms_in, read_records, reads_of_tests
 from palaestra_suites.grading.repository_tests import run_files
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
@@ -45,6 +46,32 @@ def test_every_named_test_is_reported_whatever_its_name(run_bench: RunBench) -> 
         assert run.statuses.keys() == {*NAMES}
         assert run.failures[F2P[0]].line == 6
         assert run.failures[F2P[0]].params == {"a": "1", "b": "2", "c": "3"}
+
+    run_bench(scenario)
+
+
+def test_the_results_are_the_same_where_the_workspace_has_a_second_path(run_bench: RunBench) -> None:
+    calc = "import gc\ngc.get_objects()\n" + FILES["pkg/calc.py"]
+    files = {**FILES, "pkg/calc.py": calc, "test_root.py": FILES["tests/test_calc.py"]}
+    tests = ["test_root.py", "tests/test_calc.py"]
+
+    async def run(bench: Bench, place: str) -> TestRun:
+        slot = await bench.acquire("test", spec=replace(bench.spec, workspace=place))
+        for path, text in files.items():
+            await slot.write_text(f"{WORKSPACE}/{path}", text)
+        toolchain = replace(bench.toolchain, python_path=(".",))
+        return await run_files(slot, toolchain, WORKSPACE, tests, timeout_s=30)
+
+    async def scenario(bench: Bench) -> None:
+        usual = await run(bench, "")
+        assert usual.statuses.keys() == {name.replace("tests/test_calc.py", path) for name in NAMES for path in tests}
+        assert {failure.path for failure in usual.failures.values()} == {*tests}
+        assert len(usual.alarms) == 1
+        for place in ("/srv/elsewhere", "/home/user/my shop"):
+            there = await run(bench, place)
+            assert (there.complete, there.statuses) == (True, usual.statuses)
+            assert {each.path for each in there.failures.values()} == {*tests}
+            assert (there.alarms, [*there.opened.values()]) == (usual.alarms, [*usual.opened.values()])
 
     run_bench(scenario)
 

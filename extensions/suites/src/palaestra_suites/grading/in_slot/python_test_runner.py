@@ -98,8 +98,7 @@ def main() -> None:
     if plan["watching"]:
         framework.note()
         watch(channel, plan["root"], [])
-    sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
-    sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
+    sys.path += [*plan["python_path"], site.getusersitepackages()]  # pip may install only there
     # Otherwise Python could load compiled files of the agent in place of the modules next to them.
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load_tests(code)

@@ -33,6 +33,7 @@ _FRAMEWORK = ("_pytest", "pytest", "pluggy", "unittest", "verdict_channel", "pyt
 def read_plan() -> dict[str, Any]:
     """Return the plan from standard input, which is empty from now on. Take this folder off the import path."""
     plan: dict[str, Any] = json.load(sys.stdin)
+    plan["python_path"] = [os.path.normpath(os.path.join(plan["root"], path)) for path in plan["python_path"]]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
