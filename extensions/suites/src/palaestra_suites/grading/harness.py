@@ -130,10 +130,9 @@ async def run_harness(
     env: Mapping[str, str],
     timeout_s: float,
 ) -> tuple[list[Mapping[str, JSON]], ExecutionResult]:
-    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records. Paths
-    in `plan` are relative to that directory.
+    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records.
 
-    Raises `GraderError` if the script does not send `start`.
+    Other paths in `plan` are relative to that directory. Raises `GraderError` if the script does not send `start`.
     """
     note_way(Way.RUN_TESTS)
     # Where the workspace has a second path, commands start there, and frameworks name files relative to it.
