@@ -838,10 +838,10 @@ async def _leaked(audited: Audited) -> AsyncIterator[Found]:
             yield Finding(kind=Kind.LEAKS, what=what, note=True, detail="\n".join(added))
     short = _short_texts(task.answer, [data for path, data in made.items() if path not in long])
     if answer is None or answer.strip() not in asked:
-        for text in (each for each in short if _is_told(each, asked)):
+        for text in (each for each in short if "\n" not in each and _is_told(each, asked)):
             yield Finding(kind=Kind.LEAKS, what="the prompt tells what the solution writes", note=True, detail=text)
-    checks = audited.trials.environment.check_files(task)
-    hidden = {name: data for name, data in checks.items() if len(data) >= _LEAST_COPY}
+    files = audited.trials.environment.hidden_files(task)
+    hidden = {name: data for name, data in files.items() if len(data) >= _LEAST_COPY}
     if answer is None and sign is None and not short and not long and not hidden:
         yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file")
         return
@@ -852,7 +852,7 @@ async def _leaked(audited: Audited) -> AsyncIterator[Found]:
         for name, data in hidden.items():
             places = [each for each in await _copies(slot, data) if not _is_named(each, asked)]
             if places:
-                what = f"{name} of the check stands in {', '.join(places[:3])} before the agent acts"
+                what = f"{name} stands in {', '.join(places[:3])} before the agent acts"
                 yield Finding(kind=Kind.LEAKS, what=what, places=places)
         for path, data in long.items():
             # The same bytes in another file, or in an object of a git repository.
@@ -876,7 +876,7 @@ async def _leaked(audited: Audited) -> AsyncIterator[Found]:
         for place, text in await _telling_files(slot, asked, texts):
             what = f"{place} has what the solution writes, before the agent acts"
             named = _names_file(_text_of(task.solution), place, "")
-            unsure = named or len(text) < _LEAST_COPY
+            unsure = named or (len(text) < _LEAST_COPY and text.count("\n") + 1 < _LEAST_LINES)
             yield Finding(kind=Kind.LEAKS, what=what, note=unsure, detail=text, places=[place])
         if answer is not None:
             line = max(answer.strip().split("\n"), key=len)  # for grep, each line of a pattern is one of its own
@@ -978,12 +978,11 @@ def _is_named(place: str, asked: str) -> bool:
 
 
 def _short_texts(answer: object, contents: list[bytes]) -> list[str]:
-    """Return the answer and the contents of short files as single words or lines; letters and truth values tell
-    nothing."""
+    """Return the answer and the contents of short files; letters and truth values tell nothing."""
     texts = [str(answer)] if isinstance(answer, str | int | float) and not isinstance(answer, bool) else []
     texts += [each.decode(errors="replace") for each in contents]
     stripped = dict.fromkeys(each.strip() for each in texts)
-    return [each for each in stripped if 2 <= len(each) < _LEAST_COPY and "\n" not in each]
+    return [each for each in stripped if 2 <= len(each) < _LEAST_COPY]
 
 
 def _is_told(text: str, asked: str) -> bool:

@@ -480,6 +480,30 @@ def write_sorting_task(name: str, build: str = "", program: str = "sort") -> Non
 
 
 @pytest.mark.slow
+def test_short_results_and_the_solution_itself_are_looked_for_in_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = r"printf '#!/bin/bash\nsort /app/in.txt > /app/out.txt\n'"
+    for name, build in {
+        "result": r"RUN mkdir -p /app/.ci && printf 'fig\npear\nplum\n' > /app/.ci/expected_out.txt",
+        "solution": f"RUN mkdir -p /app/.ci && {script} > /app/.ci/run",
+        "two lines": r"RUN mkdir -p /app/.ci && printf 'fig\npear\n' > /app/.ci/expected_out.txt",
+        "other name": r"RUN mkdir -p /app/.ci && printf 'fig\npear\nplum\n' > /app/.ci/fruit.txt",
+        "other script": f"RUN mkdir -p /app/.ci && {script.replace('sort', 'wc -l')} > /app/.ci/run",
+    }.items():
+        write_sorting_task(name, build=f"{build}\n")
+    found = audit("tasks", "--only", "leaks", "--env.base_image", "host")
+    assert {task.id: [(each.places, each.note) for each in task.findings] for task in found.tasks} == {
+        "result": [(["/app/.ci/expected_out.txt"], False)],
+        "solution": [(["/app/.ci/run"], False)],
+        "two lines": [],
+        "other name": [],
+        "other script": [],
+    }
+
+
+@pytest.mark.slow
 def test_a_reference_that_fails_over_another_image_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_sorting_task("build", build="RUN apt-get update && apt-get install -y no-such-package\n")

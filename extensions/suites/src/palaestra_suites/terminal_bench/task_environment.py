@@ -219,9 +219,14 @@ class TaskEnvironment(ListedEnvironment):
             return spec
         return work.plan.leading(spec, spare=1 if task.grading == LIVE else 0)
 
-    def check_files(self, task: Task) -> Mapping[str, bytes]:
-        files = [each for part in task.data.parts for each in part.task.verifier.files().items()]
-        return {name: path.read_bytes() for name, path in files if path.is_file() and _is_short(path)}
+    def hidden_files(self, task: Task) -> Mapping[str, bytes]:
+        parts = [part.task for part in task.data.parts]
+        files = [(name, path) for part in parts for name, path in part.verifier.files().items() if path.is_file()]
+        found = {f"{name} of the check": path.read_bytes() for name, path in files if _is_short(path)}
+        for solution in (each.solution for each in parts if each.solution is not None):
+            name = _script_name(solution)  # its other files may be what the agent is given
+            found[f"{name} of the solution"] = _script_contents(solution)[name]
+        return found
 
     def shared_setup(self, task: Task) -> str | None:
         key: str | None = task.data.root.build_key

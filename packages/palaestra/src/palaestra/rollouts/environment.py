@@ -154,9 +154,9 @@ class Environment(ABC):
         """Complete the task on the host when its group starts. A failure here fails only this task."""
         return task
 
-    def check_files(self, task: Task) -> Mapping[str, bytes]:
-        """Return the files of a resolved task that only its check needs, by name, as far as the environment knows them.
-        An audit looks for copies of them where the agent works."""
+    def hidden_files(self, task: Task) -> Mapping[str, bytes]:
+        """Return the files of a resolved task that only its check or its solution needs, by names such as `test.sh of
+        the check`, as far as the environment knows them. An audit looks for copies of them where the agent works."""
         return {}
 
     def shared_setup(self, task: Task) -> str | None:
