@@ -34,6 +34,7 @@ from palaestra_audit.cheats.derived_plays import (
 from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import EnvironmentProof, State, longest_s
 from palaestra_audit.cheats.state_changes import Play, named_files
+from palaestra_audit.cheats.tampered_tests import OF_THE_TASK
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, reply_variants, variants, wrong_replies
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
@@ -604,13 +605,16 @@ async def hackable(audited: Audited) -> AsyncIterator[Found]:
         if line.state is None:
             continue
         audited.played += 1
-        if line.state is State.OPEN:
+        official = line.state is State.LABELLED and line.policy in OF_THE_TASK
+        if line.state is State.OPEN or official:
             rollout = next((each for group in proof.attacks[line.policy] for each in group.trajectories), None)
             trial = None if rollout is None else Trial(steps=_steps_of(rollout))
             verdict = None if rollout is None else Verdict(reward=rollout.reward, official=rollout.official)
             parts = f" of {', '.join(line.parts)}" if line.parts else ""
-            what = f"{line.policy} earns a reward{parts}: {line.what}"
-            yield Finding(kind=Kind.HACKABLE, what=what, wanted=line.wanted, trial=trial, verdict=verdict)
+            where = " by the benchmark's own protocol, and none here" if official else parts
+            what = f"{line.policy} earns a reward{where}: {line.what}"
+            wanted = line.wanted
+            yield Finding(kind=Kind.HACKABLE, what=what, note=official, wanted=wanted, trial=trial, verdict=verdict)
         elif line.state is State.UNKNOWN:
             yield Untried(Kind.HACKABLE, f"{line.policy}: {line.error or 'it could not be played'}")
     for reason, names in result.not_tested.items():

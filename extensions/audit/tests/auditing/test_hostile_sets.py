@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from difflib import SequenceMatcher
@@ -11,8 +12,10 @@ import pytest
 
 from auditing.played_audit import audit
 from palaestra.cli.main import main
+from palaestra_audit import audit as audit_program
 from palaestra_audit import checks
 from palaestra_audit.cheats.hollow_work import hunks
+from palaestra_audit.cheats.proof import cheats_named
 from palaestra_audit.records import Kind, read_audit
 from palaestra_audit.stated_answers import states
 
@@ -153,3 +156,30 @@ def test_work_that_nobody_asks_for_is_a_note(tmp_path: Path, monkeypatch: pytest
     found = audit("tasks", "--only", "weak", "--env.base_image", "host")
     certain = {task.id for task, each in found.findings() if each.kind is Kind.WEAK and not each.note}
     assert certain == {"asked"}
+
+
+@pytest.mark.slow
+def test_checks_that_trust_what_the_task_left_for_the_agent_are_hackable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digest = hashlib.sha256(b"right\n").hexdigest()
+    listed = f"RUN printf '{digest}  out.txt\\n' > /app/.wanted.sha256\n"
+    own = "cd /app && sha256sum --status -c"
+    for name, (docker, condition) in {
+        "program": ("RUN printf 'grep -qx right /app/out.txt\\n' > /app/check.sh\n", "bash /app/check.sh"),
+        "settings": ("RUN printf 'FILE=/app/out.txt\\n' > /app/of.sh\n", "source /app/of.sh; grep -qx right $FILE"),
+        "checksums": (listed, f"{own} .wanted.sha256"),
+        "sound": (listed, f"echo '{digest}  out.txt' | ({own})"),
+    }.items():
+        test = f"#!/bin/bash\nif {condition}; then echo 1 > {REWARD}; else echo 0 > {REWARD}; fi\n"
+        write_task(name, docker=docker, test=test)
+    monkeypatch.setattr(audit_program, "BANK", cheats_named(["prepared-programs", "checksums"]))
+    found = audit("tasks", "--only", "hackable", "--env.base_image", "host")
+    said = {task.id: [(each.what.partition(":")[0], each.note) for each in task.findings] for task in found.tasks}
+    assert said == {
+        "program": [("prepared-programs earns a reward by the benchmark's own protocol, and none here", True)],
+        "settings": [("prepared-programs earns a reward", False)],
+        "checksums": [("checksums earns a reward", False)],
+        "sound": [],
+    }
